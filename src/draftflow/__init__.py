@@ -1,0 +1,1 @@
+"""draftflow: reproducible training of DFlash draft models."""

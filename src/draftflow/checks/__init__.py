@@ -1,0 +1,1 @@
+"""Checks of a trained drafter: weights, reload, compiled path, generation and acceptance."""

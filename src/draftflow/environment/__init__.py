@@ -1,0 +1,1 @@
+"""The torch environment: which builds exist, locks, installation, fingerprint."""

@@ -1,0 +1,96 @@
+"""What every stage entry point shares: arguments, the record of what was done, errors without a traceback."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from draftflow.errors import DraftflowError
+
+
+class Record:
+    """The JSON record of one stage: what it did and how long each part took.
+
+    `record["key"] = value` adds a fact; `with record.part("name"):` adds the seconds of a part.
+    """
+
+    def __init__(self, stage: str, **facts: Any):
+        self.facts: dict[str, Any] = {"stage": stage, **facts}
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.facts[key] = value
+
+    def __getitem__(self, key: str) -> Any:
+        return self.facts[key]
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the wall-clock seconds of the enclosed block to part `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def write(self, path: str | Path) -> None:
+        """Write facts and seconds (rounded to a millisecond) to `path`, whole or not at all."""
+        seconds = {name: round(value, 3) for name, value in self.seconds.items()}
+        seconds["total"] = round(time.perf_counter() - self._start, 3)
+        write_json(path, {**self.facts, "seconds": seconds})
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON to `path`, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` to `path` through a temporary name, so that a killed process leaves no half file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def say(message: str) -> None:
+    """Print one line of progress, at once."""
+    print(f"draftflow: {message}", flush=True)
+
+
+def stage_parser(description: str, settings: bool = True) -> argparse.ArgumentParser:
+    """An argument parser of a stage; `--settings` takes the stage's settings as a JSON object."""
+    parser = argparse.ArgumentParser(description=description)
+    if settings:
+        parser.add_argument("--settings", type=json.loads, required=True, help="the stage's settings as a JSON object")
+    return parser
+
+
+def run_stage(main: Callable[[], None]) -> None:
+    """Run a stage's `main`; print a `DraftflowError` as one line and exit with status 1."""
+    try:
+        main()
+    except DraftflowError as error:
+        print(f"draftflow: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno not in (13, 28, 30, 122):  # permission, no space, read-only, quota: the user's to mend
+            raise
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"draftflow: error: {error.strerror}{place}. Free or allow it, then run the same command again.", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,1 @@
+"""Training: the plan of shapes, the worker, the loop, optimizer, checkpoints, metrics."""
