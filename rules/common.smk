@@ -1,0 +1,70 @@
+# Functions only: what the rules take from the configuration. The logic is in src/draftflow/workflow.py.
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(workflow.basedir) / "src"))
+
+from draftflow import config as configuration
+from draftflow import sources
+from draftflow.errors import DraftflowError
+from draftflow.workflow import Workflow
+
+
+def resolve():
+    """The workflow of this configuration; a refusal is one line and no traceback."""
+    try:
+        flow = Workflow(
+            configuration.load(config),
+            Path(workflow.basedir),
+            locking="lock" in sys.argv,
+        )
+        flow.environments, flow.dataset_id, flow.warm_record
+    except DraftflowError as error:
+        sys.exit(f"draftflow: error: {error}")
+    return flow
+
+
+def code(*stages):
+    """Source files of a rule's stages, as inputs: their content decides whether the rule runs again."""
+    return [
+        os.path.relpath(file)
+        for file in sources.modules(*(f"draftflow.{stage}" for stage in stages))
+    ]
+
+
+def as_json(value):
+    import json
+
+    return json.dumps(value, sort_keys=True)
+
+
+def log_of(stem, suffix=".log"):
+    """`results/x/y` -> `logs/x/y.log`."""
+    return "logs/" + str(stem).removeprefix("results/") + suffix
+
+
+def benchmark_of(stem):
+    return log_of(stem, ".benchmark.tsv")
+
+
+def fingerprint(environment):
+    return str(environment.folder / "fingerprint.json")
+
+
+def gpus_of_run(wildcards):
+    return flow.devices.count if flow.devices.kind == "cuda" else 0
+
+
+def all_cores(wildcards):
+    return workflow.cores or 1
+
+
+flow = resolve()
+
+# A driver's variables must not reach the stages' interpreters; they get the package and nothing else.
+os.environ["DRAFTFLOW_SRC"] = str(Path(workflow.basedir) / "src")
+
+# GPUs are counted only against a limit, and a profile or --resources may give another.
+if "gpu" not in workflow.global_resources:
+    workflow.register_resource("gpu", max(1, len(flow.gpus)))

@@ -1,0 +1,30 @@
+# warm_cache
+
+
+rule warm_cache:
+    input:
+        rows=rules.pack_rows.output.rows,
+        target=rules.prepare_target.output.description,
+        fingerprint=fingerprint(flow.environment),
+        python=str(flow.environment.python),
+        code=code("compile_cache.warm", "training.step"),
+    output:
+        str(flow.warm_record),
+    log:
+        log_of(flow.warm_record.with_suffix("")),
+    benchmark:
+        benchmark_of(flow.warm_record.with_suffix(""))
+    threads: all_cores
+    resources:
+        # all devices of the run, on one node, walked one after the other in one job: a scheduler that hands out
+        # devices job by job would give the same one each time
+        gpu=gpus_of_run,
+        nodes=1,
+    params:
+        settings=as_json(flow.step_settings),
+        cache=str(flow.compile_cache),
+        target=TARGET,
+    shell:
+        "{input.python:q} -m draftflow.compile_cache.warm --settings {params.settings:q}"
+        " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
+        " --cache {params.cache:q} --record {output:q} 2>&1 | tee {log:q}"

