@@ -47,8 +47,8 @@ class Torch(Block):
     index: str = Field(
         "auto",
         min_length=1,
-        description="Where torch comes from. pypi: one CUDA build per version; pytorch: the PyTorch index, every build;\n"
-        "a URL: a mirror of the PyTorch index; a folder: a wheelhouse. auto: pypi if it carries the build, else pytorch.",
+        description="Where torch comes from. pypi: one CUDA build per version; pytorch: PyTorch's index, all builds;\n"
+        "a URL: a mirror of the PyTorch index; a folder: a wheelhouse. auto: pypi if it has the build, else pytorch.",
     )
     python: Annotated[str, BeforeValidator(_as_text)] = Field(
         "auto",
@@ -136,7 +136,7 @@ class Drafter(Block):
     target_layers: list[int] | None = Field(None, description="These layers (from 0) in place of evenly spread ones.")
     mask_token: int | Literal["auto"] = Field(
         "auto",
-        description="Id of the token that stands for `to be drafted`. auto: the tokenizer's mask token or an unused row.",
+        description="Id of the token that means `to be drafted`. auto: the tokenizer's mask token or an unused id.",
     )
 
 

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,16 +55,12 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` to `path` through a temporary name, so that a killed process leaves no half file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def say(message: str) -> None:
@@ -92,5 +87,8 @@ def run_stage(main: Callable[[], None]) -> None:
         if error.errno not in (13, 28, 30, 122):  # permission, no space, read-only, quota: the user's to mend
             raise
         place = f" ({error.filename})" if error.filename else ""
-        print(f"draftflow: error: {error.strerror}{place}. Free or allow it, then run the same command again.", file=sys.stderr)
+        print(
+            f"draftflow: error: {error.strerror}{place}. Free or allow it, then run the same command again.",
+            file=sys.stderr,
+        )
         raise SystemExit(1) from None

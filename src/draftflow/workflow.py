@@ -59,7 +59,7 @@ class Workflow:
         locking: the run only writes locks, so that a missing one is no error.
 
     Raises:
-        DraftflowError: from any property, for what the configuration asks for and this machine or the locks cannot give.
+        DraftflowError: from any property, for what the configuration asks and this machine or the locks cannot give.
     """
 
     config: Config
@@ -249,7 +249,7 @@ class Workflow:
 
     @property
     def warm_record(self) -> Path:
-        """The record of the warm-up of this step: by what shapes it, so that two configurations do not overwrite theirs."""
+        """The record of the warm-up, by what shapes the step: two configurations have one each."""
         return self.compile_cache / _digest([self.step_settings, self.target_id])[:12] / "warm.json"
 
     @property

@@ -51,7 +51,8 @@ def test_every_key_is_explained_in_one_line_of_at_most_120_characters():
         ),
         (
             "torch: 3",
-            "c.yaml: torch: 3 is not allowed. Allowed: a block with the keys version, build, index, python, interpreter.",
+            "c.yaml: torch: 3 is not allowed."
+            " Allowed: a block with the keys version, build, index, python, interpreter.",
         ),
         (
             "training: {devices: {a: 1}}",
