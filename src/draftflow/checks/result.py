@@ -1,7 +1,8 @@
 """What one check found, and the file that a stage writes its findings to."""
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,14 @@ def not_run(check: str, reason: str, limit: str, look_at: str) -> Check:
 
 
 def add_checks(record: Record, checks: list[Check]) -> None:
-    """Put the findings into a stage's record, under the key that `read_checks` reads."""
-    record["checks"] = [asdict(check) for check in checks]
+    """Put the findings into a stage's record, where `read_checks` finds them; JSON has no NaN and no infinity."""
+    record["checks"] = [
+        asdict(check if _is_json(check.figure) else replace(check, figure=str(check.figure))) for check in checks
+    ]
+
+
+def _is_json(figure: Figure) -> bool:
+    return not isinstance(figure, float) or math.isfinite(figure)
 
 
 def read_checks(path: str | Path) -> list[Check]:
