@@ -1,0 +1,164 @@
+"""What is installed in an environment, and whether each file is the one that its wheel's RECORD names.
+
+Also run in interpreters that draftflow did not install, hence standard library only.
+"""
+
+import base64
+import csv
+import hashlib
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from draftflow.errors import DraftflowError
+
+# Written by the installer, not by the wheel; they differ between pip and uv.
+_INSTALLER_FILES = ("INSTALLER", "RECORD", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` hashed: number of files and their bytes."""
+
+    files: int
+    bytes: int
+
+
+def verify(site: Path, where: str) -> Verified:
+    """Hash every file that a RECORD in `site` names, and see that nothing else lies there.
+
+    Raises:
+        DraftflowError: a file is changed, missing, in no RECORD, or shares its inode with the uv cache, where an edit
+            made anywhere would reach this environment.
+    """
+    rows = [
+        (site / path, digest) for record in sorted(site.glob("*.dist-info/RECORD")) for path, digest in _rows(record)
+    ]
+    known = {path for path, _ in rows}
+    strangers = [
+        path for path in site.rglob("*") if path not in known and path.is_file() and path.parent.name != "__pycache__"
+    ]
+    # uv's own hook, there before any package
+    bad = [
+        f"{path.name} is in no RECORD" for path in strangers if path.name not in ("_virtualenv.py", "_virtualenv.pth")
+    ]
+    hashed = [row for row in rows if row[1]]
+    with ThreadPoolExecutor(2) as pool:  # hashlib releases the interpreter's lock
+        results = list(pool.map(_check, hashed))
+    bad += [problem for problem, _ in results if problem]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise DraftflowError(
+            f"An installed file is not what its package recorded: {bad[0]}{more}.",
+            "The uv cache holds a changed copy: `uv cache clean`, then run again.",
+            where,
+        )
+    return Verified(len(results), sum(size for _, size in results))
+
+
+def packages(names: list[str] | None = None, site: Path | None = None) -> dict[str, dict[str, str]]:
+    """Name -> {"version", "record"} of installed packages, sorted; `record` digests what the wheel installed.
+
+    Args:
+        names: packages to look for, those that are absent are left out; None for all in `site`.
+        site: the site-packages folder; None for the path of this interpreter.
+    """
+    path = [str(site)] if site else sys.path
+    found: dict[str, Distribution] = {}
+    if names is None:
+        for one in Distribution.discover(path=path):
+            found.setdefault(_normal(one.metadata["Name"]), one)
+    else:
+        for name in names:
+            for one in Distribution.discover(name=name, path=path):
+                found.setdefault(_normal(name), one)
+    return {name: {"version": found[name].version, "record": _record_digest(found[name])} for name in sorted(found)}
+
+
+def torch_facts(site: Path) -> dict[str, str | None]:
+    """{"version", "cuda", "git"} of the torch in `site`, read from its version module without importing torch."""
+    try:
+        text = (site / "torch" / "version.py").read_text()
+    except FileNotFoundError:
+        return {"version": None, "cuda": None, "git": None}
+    values = dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?= *['\"]([^'\"]+)['\"]", text, re.MULTILINE))
+    return {"version": values.get("__version__"), "cuda": values.get("cuda"), "git": values.get("git_version")}
+
+
+def closure(requirements: list[str]) -> list[str]:
+    """Names of the installed packages among `requirements` and all that they need, as this interpreter sees them."""
+    seen: set[str] = set()
+    waiting = [_normal(_name(requirement)) for requirement in requirements]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        try:
+            needs = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue
+        seen.add(name)
+        waiting += [_normal(_name(need)) for need in needs if "extra ==" not in need]
+    return sorted(seen)
+
+
+def _check(row: tuple[Path, str]) -> tuple[str | None, int]:
+    path, digest = row
+    algorithm, _, expected = digest.partition("=")
+    try:
+        with path.open("rb") as stream:
+            status = path.stat()
+            got = base64.urlsafe_b64encode(hashlib.file_digest(stream, algorithm).digest()).rstrip(b"=").decode()
+    except FileNotFoundError:
+        return f"{path.name} is missing", 0
+    if got != expected:
+        return f"{path.name} is changed", 0
+    return (f"{path.name} is a hard link" if status.st_nlink > 1 else None), status.st_size
+
+
+def _rows(record: Path) -> list[tuple[str, str]]:
+    """(path relative to site-packages, "sha256=..." or "") of a RECORD."""
+    with record.open(newline="", encoding="utf-8") as stream:
+        return [(row[0], row[1]) for row in csv.reader(stream) if row]
+
+
+def _record_digest(one: Distribution) -> str:
+    rows = [row[:2] for row in csv.reader((one.read_text("RECORD") or "").splitlines()) if row]
+    # scripts (../../../bin) hold the installer's shebang
+    kept = sorted(
+        row for row in rows if row[1] and not row[0].startswith("..") and Path(row[0]).name not in _INSTALLER_FILES
+    )
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
+
+
+def _name(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match, requirement
+    return match[0]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def main() -> None:
+    """Print, as JSON, what this interpreter has of the requirements in the arguments."""
+    requirements: list[str] = sys.argv[1:]
+    installed = closure(requirements)
+    torch = [str(one.locate_file("")) for one in Distribution.discover(name="torch")]
+    answer: dict[str, Any] = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "missing": [requirement for requirement in requirements if _normal(_name(requirement)) not in installed],
+        "packages": packages(installed),
+        "torch": torch_facts(Path(torch[0])) if torch else None,
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
