@@ -1,1 +1,1 @@
-"""The DFlash drafter: model, mask, attention, loss, checkpoint format. Knows no files of a run, no devices, no workflow."""
+"""The DFlash drafter: model, mask, attention, loss, checkpoint format, decoding. Knows no run, device or workflow."""
