@@ -1,10 +1,17 @@
 """Tiny wheels, so that locking and installing are tested offline and in seconds."""
 
 import base64
+import contextlib
+import functools
 import hashlib
+import os
+import threading
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 
 def wheel(
@@ -48,3 +55,38 @@ def index_pages(folder: Path, hashes: bool = True) -> None:
         link = f'<a href="../{path.name.replace("+", "%2B")}{anchor}">{path.name}</a><br>\n'
         with page.open("a") as stream:
             stream.write(link)
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve `folder` on the loopback interface; yields the URL."""
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def end_headers(self) -> None:
+        """Nothing that was served may be taken as fresh later."""
+        self.send_header("Cache-Control", "max-age=0, must-revalidate")
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """No line per request."""
+
+
+def isolate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """No pip or uv setting of this machine, an empty uv cache in `folder`, no GPU."""
+    for name in list(os.environ):
+        if name.startswith(("PIP_", "UV_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("UV_CACHE_DIR", str(folder / "uv-cache"))
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    smi = folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir(parents=True)
+    smi.write_text("#!/bin/sh\nexit 6\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")

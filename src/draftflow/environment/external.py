@@ -43,7 +43,7 @@ def probe(interpreter: str, requirements: list[str]) -> dict[str, Any]:
     if facts["missing"]:
         raise DraftflowError(
             f"{path} has no {', '.join(facts['missing'])}.",
-            f"Install what is missing: {path} -m pip install {shlex.join(facts['missing'])}",
+            f"Install what is missing: {shlex.quote(path)} -m pip install {shlex.join(facts['missing'])}",
             "torch.interpreter",
         )
     return facts

@@ -158,7 +158,7 @@ def resolve(wanted: list[str], torch_from: str | None, where: Sources, bare: boo
         for line in exported.read_text().splitlines():
             requirement, _, marker = line.partition(" ; ")
             package, version = requirement.split("==")
-            hashes = sorted({_hash(wheel, folder) for wheel in _usable(files[(package, version)])})
+            hashes = sorted({_hash(wheel, folder) for wheel in usable(files[(package, version)])})
             if not hashes:
                 raise DraftflowError(
                     f"{requirement} has no wheel for Python {' to '.join((PYTHONS[0], PYTHONS[-1]))} on Linux x86-64.",
@@ -192,7 +192,7 @@ def write(lock: Path, lines: list[str], about: str) -> None:
     say(f"{lock.name}: {what or 'other files of the same versions'}")
 
 
-def _usable(wheels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def usable(wheels: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The wheels that a CPython of ours on Linux x86-64 installs; of several builds of one wheel the last.
 
     uv takes the highest build number too, but a second build may come after the lock was made.

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from draftflow.errors import DraftflowError
 
@@ -117,12 +116,10 @@ def explain(lines: list[str], where: str) -> DraftflowError:
         return DraftflowError("The disk is full.", "Free space (`uv cache prune` helps), then run again.", where)
     fetch = re.search(r"Failed to (?:fetch|download): ?`?([^\s`]+)", text)
     if fetch or "Network connectivity is disabled" in text:
-        address = urlsplit(fetch[1]) if fetch else None
-        index = f"{address.scheme}://{address.hostname or ''}{address.path}" if address else "The index"
+        index = _without_password(fetch[1]) if fetch else "The index"
         return DraftflowError(
             f"{index} is not reachable ({last}).",
             "Check network, proxy and certificate, or name a mirror (PIP_INDEX_URL; torch.index for torch).",
-            where,
         )
     if "No solution found" in text:
         because = re.sub(r", we can conclude that .*", ".", next((r for r in reasons if r.startswith("Because")), last))
@@ -135,7 +132,8 @@ def explain(lines: list[str], where: str) -> DraftflowError:
         return DraftflowError(
             f"{last}.", "Install that Python, or set torch.python: auto for the one that runs Snakemake.", where
         )
-    return DraftflowError(f"uv failed: {last}.", "Run the command above by hand with -v for all of it.", where)
+    said = "; ".join(reasons) or last
+    return DraftflowError(f"uv failed: {said}.", "Run again; `uv cache clean` if the cache may be damaged.", where)
 
 
 def _pip_settings() -> dict[str, tuple[str, str]]:
