@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> 
 
 
 # by name: as an attribute of its package, the module is hidden by the operator of the same name
-_flex_operator = importlib.import_module("torch._higher_order_ops.flex_attention")
+_flex_operator: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
 _math_attention = _flex_operator.math_attention
 _lock = threading.Lock()
 _guards: list[str] = []  # device types of the guards in force, of all threads

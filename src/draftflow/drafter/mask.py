@@ -68,13 +68,10 @@ def block_mask(anchors: Anchors, document_ids: Tensor, block_size: int) -> Block
     own_any, own_all = _overlap(own_start, own_start + block_size, tile)
     some = _row_tiles(context_any | own_any, block_size, queries).any(dim=2)  # [B, Q tiles, KV tiles]
     full = _row_tiles(context_all | own_all, block_size, queries).all(dim=2)
-    return BlockMask.from_kv_blocks(
-        *_ordered(some & ~full),
-        *_ordered(full),
-        BLOCK_SIZE=TILE,
-        mask_mod=mask_mod,
-        seq_lengths=(queries, columns),
-    )
+    partial = some & ~full
+    # rows for the forward pass, columns for the backward pass; from_kv_blocks would derive these through a scatter
+    tiles = (*_ordered(partial), *_ordered(full), *_ordered(partial.mT), *_ordered(full.mT))
+    return BlockMask((queries, columns), *tiles, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod)
 
 
 def _context(anchors: Anchors, document_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +97,6 @@ def _row_tiles(per_block: Tensor, block_size: int, queries: int) -> Tensor:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, Q tiles, KV tiles] bool -> number of tiles per row and their columns first, as BlockMask wants them."""
+    """Tiles [B, rows, columns] bool -> number in each row [B, 1, rows] and columns, theirs first; both int32."""
     tiles = tiles[:, None].int()
     return tiles.sum(dim=-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()
