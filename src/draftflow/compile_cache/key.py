@@ -1,0 +1,73 @@
+"""The key of a compile cache: what invalidates it, in a form in which a miss can be explained. No torch."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import draftflow
+from draftflow.errors import DraftflowError
+from draftflow.training.plan import Plan, plan_differences, plan_id
+
+# The code that is compiled, and the code that decides what it is called with.
+COMPILED = ("drafter/attention.py", "drafter/mask.py", "drafter/model.py", "training/step.py")
+
+
+def contents(compile_part: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """What the key is made of: the fingerprint, the sources, the plan.
+
+    Args:
+        compile_part: `fingerprint.json`'s part `compile`: `digest` and `fields`.
+        plan: the static shapes.
+    """
+    package = Path(draftflow.__file__).parent
+    sources = {name: hashlib.sha256((package / name).read_bytes()).hexdigest()[:12] for name in COMPILED}
+    return {"fingerprint": dict(compile_part), "sources": sources, "plan": asdict(plan), "plan_id": plan_id(plan)}
+
+
+def cache_key(held: Mapping[str, Any]) -> str:
+    """12 hexadecimal digits over the fingerprint's digest, the digests of the sources and the id of the plan."""
+    parts = [held["fingerprint"]["digest"], held["sources"], held["plan_id"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What differs between the contents of two keys, in words: `torch git 70d99e9 -> 449b176`."""
+    found = []
+    before, now = recorded["fingerprint"]["fields"], current["fingerprint"]["fields"]
+    if recorded["fingerprint"]["digest"] != current["fingerprint"]["digest"]:
+        found += plan_differences(before, now)
+    for name in COMPILED:
+        if recorded["sources"].get(name) != current["sources"][name]:
+            found.append(f"{name} was edited")
+    if recorded["plan_id"] != current["plan_id"]:
+        found += plan_differences(recorded["plan"], current["plan"])
+    return found
+
+
+def require_warm(warm_record: Path, held: Mapping[str, Any]) -> Path:
+    """The warmed cache folder that a warm-up recorded for exactly this key.
+
+    Args:
+        warm_record: `warm.json`.
+        held: `contents` of the run that is about to start.
+
+    Raises:
+        DraftflowError: there was no warm-up, it was for something else, or its cache is gone.
+    """
+    remedy = "Run `snakemake --forcerun warm_cache`."
+    try:
+        record = json.loads(warm_record.read_text(encoding="utf-8"))
+        key, recorded, folder = record["key"], record["holds"], warm_record.parent / record["folder"]
+    except FileNotFoundError:
+        raise DraftflowError("The compile cache was not warmed.", remedy, str(warm_record)) from None
+    except (ValueError, KeyError, TypeError):
+        raise DraftflowError("The record of the warm-up cannot be read.", remedy, str(warm_record)) from None
+    if key != cache_key(held):
+        found = ", ".join(differences(recorded, held))
+        raise DraftflowError(f"The compile cache was warmed for something else: {found}.", remedy, str(warm_record))
+    if not folder.is_dir():
+        raise DraftflowError(f"The warmed compile cache {folder} is gone.", remedy, str(warm_record))
+    return folder

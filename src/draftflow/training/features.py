@@ -1,0 +1,77 @@
+"""Where a step's context features come from. A source is called with a batch and yields [B, S, taps * H]."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from draftflow.training.data import Batch
+from draftflow.training.plan import Plan
+
+# Tokens that the target works on at a time: as few as keep the device busy.
+TOKENS_AT_ONCE = {"cpu": 256, "cuda": 4096}
+
+
+class Colocated:
+    """Features from a target on the device that trains; those of rows that are visited again are kept.
+
+    Rows are remembered, exactly as computed, in the order of their first visit until the memory is full, and none is
+    forgotten: since every epoch visits each row once, any row is as likely as another to come next. The target works on
+    groups of a fixed number of rows, whatever is remembered, since another shape may round differently.
+
+    Args:
+        extractor: `target.features.FeatureExtractor`, on `device`.
+        plan: shapes.
+        rows: number of rows of each split.
+        limit_gb: host memory for features, in 10^9 bytes.
+        device: where features are wanted.
+
+    Attributes:
+        hits, misses: rows that were remembered, and rows that were computed.
+    """
+
+    def __init__(
+        self,
+        extractor: Callable[[Tensor, Tensor, Tensor], Tensor],
+        plan: Plan,
+        rows: Mapping[str, int],
+        limit_gb: float,
+        device: torch.device,
+    ):
+        self.extractor, self.device = extractor, device
+        self.hits = self.misses = 0
+        self._group = max(1, min(plan.rows, TOKENS_AT_ONCE[device.type] // plan.row_length))
+        self._dtype = getattr(torch, plan.precision)
+        self._row = (plan.row_length, len(plan.drafter["target_layer_ids"]) * plan.drafter["hidden_size"])
+        capacity = min(sum(rows.values()), int(limit_gb * 1e9) // (self._row[0] * self._row[1] * self._dtype.itemsize))
+        # One allocation: pinning memory is slow, and pages of ordinary memory are not taken before they are written.
+        self._kept = torch.empty(capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")
+        self._place: dict[tuple[str, int], int] = {}
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Features of a batch on the device, [B, S, taps * H], without gradient."""
+        features = torch.empty(len(batch.indices), *self._row, dtype=self._dtype, device=self.device)
+        new = []
+        for row, index in enumerate(batch.indices):
+            place = self._place.get((batch.split, index))
+            if place is None:
+                new.append(row)
+            else:
+                features[row].copy_(self._kept[place], non_blocking=True)
+        self.hits += len(batch.indices) - len(new)
+        self.misses += len(new)
+        for start in range(0, len(new), self._group):
+            self._compute(batch, new[start : start + self._group], features)
+        return features
+
+    def _compute(self, batch: Batch, rows: list[int], features: Tensor) -> None:
+        """Write the features of some rows of the batch to their places in `features`, and keep them."""
+        filled = rows + rows[-1:] * (self._group - len(rows))
+        pick = torch.tensor(filled).to(self.device, non_blocking=True)
+        computed = self.extractor(batch.input_ids[pick], batch.document_ids[pick], batch.position_ids[pick])
+        for row, values in zip(rows, computed, strict=False):
+            features[row].copy_(values)
+            key = (batch.split, batch.indices[row])
+            if key not in self._place and len(self._place) < len(self._kept):
+                self._place[key] = len(self._place)
+                self._kept[self._place[key]].copy_(values, non_blocking=True)

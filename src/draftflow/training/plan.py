@@ -1,0 +1,110 @@
+"""The plan: every static shape of a run, known before anything is compiled. Standard library only."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draftflow.drafter.shape import DrafterShape
+from draftflow.errors import DraftflowError
+
+# flex_attention's tiles; its kernels refuse other sizes
+CUDA_TILE = 128
+
+# Bytes of the logits of one chunk of the loss: on a CPU what its caches and page tables bear (128 rows of a vocabulary
+# of 49152 ran twice as fast as 512), on a GPU what fills it.
+CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Static shapes of the step on one device. Two runs of equal plans run the same compiled code.
+
+    Attributes:
+        device_kind: `cpu` or `cuda`.
+        precision: `float32` or `bfloat16`, the dtype of features and of the computation; weights are float32.
+        rows: packed rows per device and step (B).
+        row_length: tokens of a row (S).
+        anchors: draft blocks per row (N).
+        block_size: tokens of a draft block (Bk), its anchor included.
+        loss_chunk: rows of the draft blocks whose logits are held at a time.
+        drafter: the fields of the drafter's shape.
+    """
+
+    device_kind: Literal["cpu", "cuda"]
+    precision: Literal["float32", "bfloat16"]
+    rows: int
+    row_length: int
+    anchors: int
+    block_size: int
+    loss_chunk: int
+    drafter: dict[str, Any]
+
+
+def make_plan(
+    shape: Mapping[str, Any], settings: Mapping[str, Any], device_kind: Literal["cpu", "cuda"], world_size: int
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        shape: the fields of a `DrafterShape`.
+        settings: with the keys `row_length`, `rows_per_step`, `anchors_per_row` and `precision` of the configuration.
+        device_kind: `cpu` or `cuda`.
+        world_size: number of devices.
+
+    Raises:
+        DraftflowError: the rows do not divide among the devices, or the row is not a multiple of a GPU's tile.
+    """
+    rows, row_length = settings["rows_per_step"], settings["row_length"]
+    if rows % world_size:
+        raise DraftflowError(
+            f"{rows} rows per step do not divide among {world_size} devices.",
+            f"Use a multiple of {world_size}, such as {-(-rows // world_size) * world_size}.",
+            "config key training.rows_per_step",
+        )
+    if device_kind == "cuda" and row_length % CUDA_TILE:
+        raise DraftflowError(
+            f"Rows of {row_length} tokens do not fit the tiles of {CUDA_TILE} tokens of attention on a GPU.",
+            f"Use a multiple of {CUDA_TILE}, such as {-(-row_length // CUDA_TILE) * CUDA_TILE}.",
+            "config key dataset.row_length",
+        )
+    bf16 = settings["precision"] == "bf16" or (settings["precision"] == "auto" and device_kind == "cuda")
+    rows_of_logits = CHUNK_BYTES[device_kind] // (4 * shape["vocab_size"])
+    return Plan(
+        device_kind=device_kind,
+        precision="bfloat16" if bf16 else "float32",
+        rows=rows // world_size,
+        row_length=row_length,
+        anchors=settings["anchors_per_row"],
+        block_size=shape["block_size"],
+        loss_chunk=max(32, rows_of_logits // 32 * 32),
+        drafter=json.loads(json.dumps(shape)),
+    )
+
+
+def plan_of_run(
+    settings: Mapping[str, Any], target: Path, device_kind: Literal["cpu", "cuda"], world_size: int
+) -> tuple[DrafterShape, Plan]:
+    """The drafter's shape and the plan, from a stage's settings and the folder of the prepared target."""
+    description = json.loads((target / "target.json").read_text(encoding="utf-8"))
+    shape = DrafterShape.from_target(description, settings["drafter"])
+    return shape, make_plan(asdict(shape), settings, device_kind, world_size)
+
+
+def plan_id(plan: Plan) -> str:
+    """12 hexadecimal digits over every field of the plan."""
+    return hashlib.sha256(json.dumps(asdict(plan), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def plan_differences(recorded: Mapping[str, Any], current: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Fields of two plans, as dictionaries, that differ: `row_length 256 -> 512`."""
+    found = []
+    for name in sorted({*recorded, *current}):
+        before, after = recorded.get(name), current.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found += plan_differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            found.append(f"{prefix}{name} {before} -> {after}")
+    return found

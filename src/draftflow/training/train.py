@@ -1,0 +1,190 @@
+"""Stage: train the drafter. Starts one worker per device under torchrun, waits, and writes the record.
+
+A run is known by what decides its weights; its checkpoints lie in a folder of that name. A run that was stopped goes on
+from its newest whole checkpoint, and one that is finished only has its outputs written again. No torch in this process.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from draftflow import sources
+from draftflow.compile_cache import key, location
+from draftflow.errors import DraftflowError
+from draftflow.stage import Record, run_stage, say, stage_parser, write_text
+from draftflow.training import checkpoint
+from draftflow.training.devices import Devices, from_settings, process_environment
+from draftflow.training.plan import plan_of_run
+from draftflow.training.worker import Job
+
+STOPPED = 143  # what a shell gives for SIGTERM
+
+
+def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
+    """12 hexadecimal digits over what decides the weights of a run: settings, data, target, code; not the number of
+    devices."""
+    shape, plan = plan_of_run(settings, target, settings["devices"]["kind"], 1)
+    whenever = ("evaluate_every", "checkpoint_every", "feature_cache_gb")
+    training = {name: value for name, value in settings["training"].items() if name not in whenever}
+    with rows.open("rb") as stream:
+        data = hashlib.file_digest(stream, "sha256").hexdigest()
+    description = json.loads((target / "target.json").read_text(encoding="utf-8"))
+    parts = ("training.step", "training.data", "training.features", "target.features")
+    code = sources.digest(*(f"draftflow.{part}" for part in parts))
+    facts = [vars(shape), vars(plan), training, data, description, code]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.Checkpoint:
+    """Train to the end, or go on with that; returns the last checkpoint.
+
+    Raises:
+        DraftflowError: the compile cache is not warm for this run, or a worker refused or failed.
+        SystemExit: with status 143 when a signal stopped the run; a checkpoint was written.
+    """
+    found = checkpoint.latest(job.checkpoints)
+    if found is not None and found.step == job.settings["training"]["steps"]:
+        say(f"training is finished: {found.folder}")
+        return found
+    _, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
+    compile_part = json.loads(job.fingerprint.read_text(encoding="utf-8"))["compile"]
+    cache = key.require_warm(warm, key.contents(compile_part, plan))
+    say(f"training on {devices.count} x {devices.slug}, {job.settings['training']['steps']} steps")
+    started = time.time()
+    with tempfile.TemporaryDirectory(prefix="draftflow-") as folder:
+        outcome = _torchrun(job, devices, location.prepare(cache), Path(folder))
+    record.seconds["start"] = outcome["ready_at"] - started
+    record["seconds_to_first_step"] = round(outcome["first_step_at"] - started, 3)
+    record.seconds["first_step"] = outcome["first_step_at"] - outcome["ready_at"]
+    record.seconds["training"] = time.time() - outcome["first_step_at"]
+    if not outcome["finished"]:
+        say(f"stopped after step {outcome['step']}; resume by running the same command")
+        raise SystemExit(STOPPED)
+    found = checkpoint.latest(job.checkpoints)
+    assert found is not None
+    return found
+
+
+def _torchrun(job: Job, devices: Devices, compile_environment: dict[str, str], exchange: Path) -> dict[str, Any]:
+    """Run the workers, pass a stop on to them, and return the outcome that rank 0 wrote."""
+    job.write(exchange / "job.json")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices.count)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    command += ["--max-restarts", "0", "-m", "draftflow.training.worker"]
+    command += ["--job", str(exchange / "job.json"), "--exchange", str(exchange)]
+    threads = process_environment(devices, 0)["OMP_NUM_THREADS"]
+    environment = {**os.environ, **compile_environment, "OMP_NUM_THREADS": threads}
+    log = exchange / "torchrun.log"
+    with log.open("wb") as stream:
+        # A session of its own: a signal to the terminal's processes must not make torchrun kill the workers.
+        torchrun = subprocess.Popen(command, env=environment, stderr=stream, start_new_session=True)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        stopping: list[int] = []
+
+        def pass_on(number: int, _: Any) -> None:
+            say("stopping after this step")
+            stopping.append(number)
+            workers = [int(path.read_text()) for path in exchange.glob("*.pid")]
+            for process in workers or [torchrun.pid]:
+                os.kill(process, signal.SIGTERM)
+
+        for number in before:
+            signal.signal(number, pass_on)
+        try:
+            status = torchrun.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    outcome = exchange / "outcome.json"
+    if status == 0 and outcome.exists():
+        return json.loads(outcome.read_text(encoding="utf-8"))
+    raise _failure(exchange, log.read_text(encoding="utf-8", errors="replace"), bool(stopping))
+
+
+def _failure(exchange: Path, log: str, stopping: bool) -> BaseException:
+    """What a failed run raises: the refusal of a worker, or what is known of a crash."""
+    files = sorted(exchange.glob("*.error"), key=lambda path: path.stat().st_mtime)  # the others failed of the first
+    errors = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    for error in errors:
+        if "what" in error:
+            return DraftflowError(**error)
+    if errors:
+        trace = errors[0]["traceback"]
+        sys.stderr.write(trace)
+        return DraftflowError(
+            f"A training process failed: {trace.strip().splitlines()[-1]}",
+            "The traceback is above; checkpoints are kept, and the same command resumes.",
+        )
+    if stopping:
+        say("stopped before the first step; start again by running the same command")
+        return SystemExit(STOPPED)
+    sys.stderr.write(log)
+    return DraftflowError(
+        "A training process ended without a word, perhaps killed for want of memory.",
+        "Look at the lines above and at `dmesg`; checkpoints are kept, and the same command resumes.",
+    )
+
+
+def losses(metrics: str) -> dict[str, Any]:
+    """First and last losses, from the lines of metrics.jsonl."""
+    lines = [json.loads(line) for line in metrics.splitlines()]
+    training = [line["loss"] for line in lines if "loss" in line]
+    held_out = [line for line in lines if "held_out_loss" in line]
+    return {
+        "first_loss": training[0],
+        "last_loss": training[-1],
+        "first_held_out_loss": held_out[0]["held_out_loss"],
+        "last_held_out_loss": held_out[-1]["held_out_loss"],
+        "held_out_accuracy": held_out[-1]["held_out_accuracy"],
+        "expected_acceptance_length": held_out[-1]["expected_acceptance_length"],
+    }
+
+
+def main() -> None:
+    """Train, and write train.json and metrics.jsonl."""
+    parser = stage_parser(__doc__ or "")
+    parser.add_argument("--fingerprint", type=Path, required=True, help="fingerprint.json")
+    parser.add_argument("--rows", type=Path, required=True, help="rows.safetensors")
+    parser.add_argument("--target", type=Path, required=True, help="folder of the prepared target")
+    parser.add_argument("--warm", type=Path, required=True, help="warm.json")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="folder of checkpoints")
+    parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl")
+    parser.add_argument("--tensorboard", type=Path, required=True, help="folder of TensorBoard files")
+    parser.add_argument("--record", type=Path, required=True, help="train.json")
+    arguments = parser.parse_args()
+    settings, devices = arguments.settings, from_settings(arguments.settings)
+    record = Record("train", settings=settings)
+    digest = run_digest(settings, arguments.rows, arguments.target)
+    job = Job(
+        settings=settings,
+        fingerprint=arguments.fingerprint.resolve(),
+        rows=arguments.rows.resolve(),
+        target=arguments.target.resolve(),
+        checkpoints=(arguments.checkpoints / digest).resolve(),
+        metrics=arguments.metrics.resolve(),
+        tensorboard=arguments.tensorboard.resolve(),
+    )
+    found = train(job, arguments.warm, devices, record)
+    write_text(arguments.metrics, found.metrics())
+    fingerprint = json.loads(arguments.fingerprint.read_text(encoding="utf-8"))
+    record["run_digest"] = digest
+    record["checkpoint"] = str(found.folder.relative_to(arguments.checkpoints.resolve()))
+    record["steps"] = found.step
+    record["resumed_from"] = found.state["resumed_from"]
+    for name, value in {**losses(found.metrics()), **found.state["run"]}.items():
+        record[name] = value
+    record["environment"] = {part: fingerprint[part]["digest"] for part in ("compile", "numbers")}
+    record["versions"] = fingerprint["compile"]["fields"]
+    record.write(arguments.record)
+
+
+if __name__ == "__main__":
+    run_stage(main)

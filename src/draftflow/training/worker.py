@@ -1,0 +1,158 @@
+"""The process of one device, started by torchrun for `draftflow.training.train`: set up, train, say how it ended.
+
+It is given a job (what the launcher wrote) and an exchange folder, into which it writes
+
+    <rank>.pid       once a signal makes it stop in an orderly way
+    <rank>.error     a refusal (JSON: what, remedy, where) or a traceback; the launcher shows it
+    outcome.json     from rank 0: how far it came, and the facts for the record
+"""
+
+import argparse
+import json
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftflow.errors import DraftflowError
+from draftflow.stage import say, write_json
+from draftflow.training.devices import Devices, from_settings, process_environment
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker works on: the stage's settings, its paths, and the name of the run's checkpoint folder."""
+
+    settings: dict[str, Any]
+    fingerprint: Path
+    rows: Path
+    target: Path
+    checkpoints: Path
+    metrics: Path
+    tensorboard: Path
+
+    def write(self, path: Path) -> None:
+        """Write to `path`, for `read_job`."""
+        write_json(path, {name: value if name == "settings" else str(value) for name, value in vars(self).items()})
+
+
+def read_job(path: Path) -> Job:
+    """The job that `Job.write` wrote."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return Job(settings=values.pop("settings"), **{name: Path(value) for name, value in values.items()})
+
+
+def main() -> None:
+    """Run the worker of this rank; a failure is written to the exchange folder and ends the process with status 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--exchange", type=Path, required=True)
+    arguments = parser.parse_args()
+    rank, exchange = int(os.environ["RANK"]), arguments.exchange
+    os.dup2(1, 2)  # what torchrun writes to its own error stream then is torchrun's alone
+    try:
+        job = read_job(arguments.job)
+        devices = from_settings(job.settings)
+        os.environ.update(process_environment(devices, int(os.environ["LOCAL_RANK"])))
+        outcome = _train(job, devices, rank, int(os.environ["WORLD_SIZE"]), exchange)
+        if rank == 0:
+            write_json(exchange / "outcome.json", outcome)
+    except DraftflowError as error:
+        write_json(exchange / f"{rank}.error", {"what": error.what, "remedy": error.remedy, "where": error.where})
+        raise SystemExit(1) from None
+    except BaseException:
+        write_json(exchange / f"{rank}.error", {"traceback": traceback.format_exc()})
+        raise SystemExit(1) from None
+
+
+def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Path) -> dict[str, Any]:
+    """Train as the job says, and what came of it."""
+    # Only now, when the process sees its one device
+    import torch.distributed as dist
+
+    from draftflow.compile_cache.guard import Guard
+    from draftflow.compile_cache.location import as_fingerprinted
+    from draftflow.drafter.attention import forbid_dense
+    from draftflow.environment.fingerprint import require_same
+    from draftflow.training import checkpoint
+    from draftflow.training.loop import Loop, Stop
+    from draftflow.training.metrics import Metrics
+    from draftflow.training.plan import plan_of_run
+    from draftflow.training.process import make_process
+
+    stop = Stop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    (exchange / f"{rank}.pid").write_text(str(os.getpid()))
+    with as_fingerprinted(json.loads(job.fingerprint.read_text())["compile"]["fields"]):
+        require_same(job.fingerprint)
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if devices.kind == "cuda" else "gloo")
+    training = job.settings["training"]
+    guard = Guard(job.settings["checks"]["compile"])
+    shape, plan = plan_of_run(job.settings, job.target, devices.kind, world_size)
+    hyper = hyperparameters(job.settings)
+    process = make_process(
+        shape, plan, hyper, job.rows, job.target, training["feature_cache_gb"], rank=rank, world_size=world_size
+    )
+    found = checkpoint.latest(job.checkpoints)
+    if found is not None and rank == 0:
+        say(f"resuming from step {found.step} ({found.folder})")
+    metrics = None
+    if rank == 0:
+        before = "" if found is None else found.metrics()
+        first = 0 if found is None else found.step
+        metrics = Metrics(job.metrics, job.tensorboard, before, first, hyper.steps)
+    loop = Loop(
+        process,
+        hyper,
+        guard,
+        stop,
+        evaluate_every=training["evaluate_every"],
+        checkpoint_every=training["checkpoint_every"],
+        checkpoints=job.checkpoints,
+        facts={"resumed_from": None if found is None else found.step},
+        metrics=metrics,
+    )
+    if found is not None:
+        loop.resume(found)
+    ready = time.time()
+    with forbid_dense():
+        finished = loop.run()
+    if metrics is not None:
+        metrics.close()
+    if world_size > 1:
+        dist.destroy_process_group()
+    return {
+        "finished": finished,
+        "step": loop.step,
+        "ready_at": ready,
+        "first_step_at": loop.first_step_at,
+    }
+
+
+def hyperparameters(settings: dict[str, Any]) -> Any:
+    """The hyperparameters that the settings of the training stage give."""
+    from draftflow.drafter.loss import default_gamma
+    from draftflow.training.optimizer import Hyperparameters
+
+    training = settings["training"]
+    decay = training["loss_decay"]
+    return Hyperparameters(
+        steps=training["steps"],
+        gamma=default_gamma(settings["drafter"]["block_size"]) if decay == "auto" else decay,
+        learning_rate=training["learning_rate"],
+        warmup=training["warmup"],
+        min_learning_rate=training["min_learning_rate"],
+        weight_decay=training["weight_decay"],
+        betas=tuple(training["betas"]),
+        clip_norm=training["clip_norm"],
+        seed=training["seed"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""A prepared tiny target, packed rows and settings, for the tests of training and of the compile cache."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tiny import make_target
+
+from draftflow.environment.fingerprint import take
+from draftflow.stage import Record, write_json
+from draftflow.target.prepare import prepare
+from draftflow.training.devices import Devices
+
+ROW = 64
+CPU = Devices("cpu", (0,), "cpu")
+
+
+def make_rows(path: Path, train: int = 10, held_out: int = 3, seed: int = 0) -> None:
+    """Rows of two or three documents each, with padding; the second half of each document is supervised. Token t + 1
+    follows from token t, so that there is something to learn."""
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for split, count in (("train", train), ("held_out", held_out)):
+        ids, documents = np.zeros((count, ROW), np.int32), np.full((count, ROW), -1, np.int32)
+        positions, mask = np.zeros((count, ROW), np.int32), np.zeros((count, ROW), np.uint8)
+        for row in range(count):
+            start, number = 0, 0
+            while start < ROW - 20:
+                length = min(int(generator.integers(16, 34)), ROW - start)
+                part = slice(start, start + length)
+                ids[row, part] = 3 + (int(generator.integers(0, 40)) + 7 * np.arange(length)) % 40
+                documents[row, part], positions[row, part] = number, np.arange(length)
+                mask[row, start + length // 2 : start + length] = 1
+                start, number = start + length, number + 1
+        for name, values in (
+            ("input_ids", ids),
+            ("document_ids", documents),
+            ("position_ids", positions),
+            ("loss_mask", mask),
+        ):
+            tensors[f"{split}.{name}"] = values
+    save_file(tensors, path)
+
+
+def make_case(folder: Path) -> dict[str, Path]:
+    """Everything that the stages are given by path: `target`, `rows`, `fingerprint`."""
+    source = make_target(folder / "model")
+    prepare({"source": str(source)}, None, folder / "target", Record("prepare_target"))
+    make_rows(folder / "rows.safetensors")
+    write_json(folder / "install.json", {"packages": {}})
+    write_json(folder / "fingerprint.json", take({"packages": {}}))
+    return {
+        "target": folder / "target",
+        "rows": folder / "rows.safetensors",
+        "fingerprint": folder / "fingerprint.json",
+    }
+
+
+def make_settings(devices: Devices = CPU, **training: Any) -> dict[str, Any]:
+    """Settings of the training stage; those of warm-up are among them."""
+    return {
+        "drafter": {"layers": 2, "block_size": 4, "taps": 3, "target_layers": None, "mask_token": "auto"},
+        "row_length": ROW,
+        "rows_per_step": 4,
+        "anchors_per_row": 8,
+        "precision": "auto",
+        "devices": {"kind": devices.kind, "ids": list(devices.ids), "slug": devices.slug},
+        "training": {
+            "steps": 12,
+            "rows_per_step": 4,
+            "anchors_per_row": 8,
+            "learning_rate": 3e-3,
+            "warmup": 0.1,
+            "min_learning_rate": 0.1,
+            "weight_decay": 0.01,
+            "betas": [0.9, 0.95],
+            "clip_norm": 1.0,
+            "loss_decay": "auto",
+            "precision": "auto",
+            "evaluate_every": 6,
+            "checkpoint_every": 5,
+            "feature_cache_gb": 0.5,
+            "seed": 0,
+            **training,
+        },
+        "checks": {"compile": "error"},
+    }
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without the times, which differ between runs."""
+    times = ("ms", "step_ms", "tokens_per_second")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in times} for line in lines]
