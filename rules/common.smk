@@ -17,7 +17,7 @@ def resolve():
         flow = Workflow(
             configuration.load(config),
             Path(workflow.basedir),
-            locking="lock" in sys.argv,
+            locking="lock" in sys.argv[1:],
         )
         flow.environments, flow.dataset_id, flow.warm_record
     except DraftflowError as error:
@@ -54,6 +54,12 @@ def fingerprint(environment):
 
 def gpus_of_run(wildcards):
     return flow.devices.count if flow.devices.kind == "cuda" else 0
+
+
+def forced(*rules):
+    """Whether --forcerun names one of these rules, or everything is forced."""
+    settings = workflow.dag_settings
+    return settings.forceall or not settings.forcerun.isdisjoint(rules)
 
 
 def all_cores(wildcards):

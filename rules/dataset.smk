@@ -11,23 +11,25 @@ if flow.target_package:
             lock=str(flow.target_package_lock),
             code=code("environment.package"),
         output:
-            directory(f"{TARGET}/package"),
+            package=directory(f"{TARGET}/package"),
+            record=f"{TARGET}/package.json",
         log:
             log_of(f"{TARGET}/package"),
         benchmark:
             benchmark_of(f"{TARGET}/package")
         localrule: True
         params:
-            index=lambda wildcards, input: flow.config.torch.index,
             python=lambda wildcards, input: sys.executable,
         shell:
             "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.package"
-            " --lock {input.lock:q} --index {params.index:q} --output {output:q} 2>&1 | tee {log:q}"
+            " --lock {input.lock:q} --output {output.package:q} --record {output.record:q} 2>&1 | tee {log:q}"
 
 
 rule prepare_target:
     input:
-        package=rules.install_target_package.output if flow.target_package else [],
+        package=(
+            rules.install_target_package.output.package if flow.target_package else []
+        ),
         python=DATASET_PYTHON,
         code=code("target.prepare"),
     output:

@@ -1,20 +1,16 @@
 # lock, install, fingerprint
-
-
 rule lock:
     localrule: True
     params:
-        settings=lambda wildcards: as_json(
+        settings=as_json(
             {
                 "torch": flow.config.torch.model_dump(),
-                "target": flow.config.target.source,
-                "versions": sorted(
-                    {flow.config.torch.version, flow.config.dataset.regenerate.torch}
-                ),
+                "target": flow.config.target.model_dump(mode="json"),
+                "regenerate_torch": flow.config.dataset.regenerate.torch,
             }
         ),
         python=sys.executable,
-        root=workflow.basedir,
+        root=str(workflow.basedir),
     shell:
         "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.lock"
         " --settings {params.settings:q} --root {params.root:q}"
@@ -35,18 +31,21 @@ rule install:
         environment="[^/]+",
     localrule: True
     params:
-        settings=lambda wildcards: as_json(
+        # The lock and the identity decide what is installed; where packages come from is no reason to install
+        # again, and a parameter that looks at the input is not compared.
+        settings=lambda wildcards, input: as_json(
             flow.environments[wildcards.environment].settings
         ),
-        # where packages come from does not change what a hashed lock installs, so it is no reason to install again
-        index=lambda wildcards, input: flow.config.torch.index,
-        lock=lambda wildcards, input: f"--lock {input.lock}" if input.lock else "",
+        lock=lambda wildcards, input: (
+            f"--lock {input.lock}"
+            if input.lock
+            else f"--requirements {workflow.basedir}/envs/train.in"
+        ),
         python=lambda wildcards, input: sys.executable,
         folder=lambda wildcards: f"results/environments/{wildcards.environment}",
     shell:
         "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.install"
-        " --settings {params.settings:q} --index {params.index:q} {params.lock}"
-        " --environment {params.folder:q} 2>&1 | tee {log:q}"
+        " --settings {params.settings:q} {params.lock} --folder {params.folder:q} 2>&1 | tee {log:q}"
 
 
 rule fingerprint:
@@ -67,4 +66,4 @@ rule fingerprint:
         nodes=1,
     shell:
         "{input.python:q} -m draftflow.environment.fingerprint"
-        " --install-record {input.record:q} --output {output:q} 2>&1 | tee {log:q}"
+        " --install {input.record:q} --output {output:q} 2>&1 | tee {log:q}"

@@ -23,15 +23,17 @@ rule train_drafter:
         nodes=1,
     params:
         settings=as_json(flow.training_settings),
-        cache=str(flow.compile_cache),
         checkpoints=f"{RUN}/checkpoints",
+        again=lambda wildcards, input: (
+            "--again" if forced("train_drafter", "warm_cache") else ""
+        ),
         tensorboard=f"{RUN}/tensorboard",
         target=TARGET,
     shell:
         "{input.python:q} -m draftflow.training.train --settings {params.settings:q}"
         " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
-        " --warm {input.warm:q} --cache {params.cache:q} --checkpoints {params.checkpoints:q}"
-        " --tensorboard {params.tensorboard:q} --metrics {output.metrics:q} --record {output.record:q}"
+        " --warm {input.warm:q} --checkpoints {params.checkpoints:q}"
+        " --tensorboard {params.tensorboard:q} --metrics {output.metrics:q} --record {output.record:q} {params.again}"
         " 2>&1 | tee {log:q}"
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Workflow:
         """Where prompts are read and tokenized: without torch, so that another torch build leaves datasets alone."""
         if self.config.torch.build == "external":
             return self._external(with_packages=False)
-        path = self.root / lock.dataset_lock()
+        path = lock.lock_file(self.root, "dataset")
         return self._environment(f"dataset-{self._identity(path)}", path, None)
 
     @cached_property
@@ -124,14 +124,13 @@ class Workflow:
         return f"{sys.version_info.major}.{sys.version_info.minor}" if version == "auto" else version
 
     def _locked(self, name: str, choice: builds.Choice) -> Environment:
-        path = self.root / lock.lock_file(name, choice)
+        path = lock.lock_file(self.root, name, choice)
         return self._environment(f"torch-{choice.version}-{choice.build}-{self._identity(path)}", path, choice)
 
     def _environment(self, name: str, path: Path, choice: builds.Choice | None) -> Environment:
         settings = {
-            "choice": None
-            if choice is None
-            else {"version": choice.version, "build": choice.build, "kind": choice.kind},
+            "choice": None if choice is None else asdict(choice),
+            "index": self.config.torch.index,
             "python": self.python_version,
             "external": None,
         }
@@ -147,13 +146,11 @@ class Workflow:
         identity, version = lock.external_environment_id(torch.interpreter)
         if version != torch.version:
             raise DraftflowError(
-                f"torch.version is {torch.version} and {torch.interpreter} has torch {version or 'not installed'}.",
-                f"Set torch.version: {version}, or name another torch.interpreter."
-                if version
-                else "Name an interpreter that has torch in torch.interpreter.",
+                f"torch.version is {torch.version} and {torch.interpreter} has {version}.",
+                f"Set torch.version: {version}, or name another torch.interpreter.",
                 "torch.build: external",
             )
-        settings = {"choice": None, "python": None, "external": torch.interpreter, "version": torch.version}
+        settings = {"choice": asdict(self.choice), "index": torch.index, "python": None, "external": torch.interpreter}
         if not with_packages:
             identity = f"external-{_digest(torch.interpreter)[:8]}"
         return Environment(identity, None, settings)
@@ -163,13 +160,12 @@ class Workflow:
     @cached_property
     def target_package(self) -> str | None:
         """The package that ships the target, for `pypi:<package>`."""
-        source = self.config.target.source
-        return source.removeprefix("pypi:") if source.startswith("pypi:") else None
+        return lock.package_of(self.config.target.source)
 
     @cached_property
     def target_package_lock(self) -> Path | None:
         """The lock of that package."""
-        return self.root / lock.target_lock(self.target_package) if self.target_package else None
+        return lock.lock_file(self.root, f"target-{self.target_package}") if self.target_package else None
 
     @cached_property
     def target_id(self) -> str:
