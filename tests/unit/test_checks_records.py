@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from draftflow.checks.collect import collect
+from draftflow.checks.compiled import SURPRISES, compile_checks
 from draftflow.checks.loss_curve import loss_checks, read_metrics, series
 from draftflow.checks.result import Check, not_run
 from draftflow.checks.verdict import judge, table
@@ -16,7 +17,8 @@ VOCAB = 1000
 
 
 def falling(steps=40, start=7.0, end=4.0):
-    return [{"step": s, "loss": start + (end - start) * s / steps} for s in range(1, steps + 1)]
+    metrics = [{"step": s, "loss": start + (end - start) * s / steps} for s in range(1, steps + 1)]
+    return [{"step": 0, "held_out_loss": start}, *metrics]
 
 
 def outcomes(metrics):
@@ -48,19 +50,18 @@ def test_a_held_out_loss_that_is_no_number_fails():
     assert outcomes([*falling(), {"step": 40, "held_out_loss": math.nan}])["loss_finite"] is False
 
 
+def test_a_run_whose_first_evaluation_is_gone_fails():
+    metrics = [*falling()[1:], {"step": 20, "held_out_loss": 6.0}]
+    assert outcomes(metrics)["loss_start"] is False
+
+
 def test_a_run_that_knows_the_labels_from_the_start_fails():
     assert outcomes(falling(start=3.0, end=1.0))["loss_start"] is False
 
 
-def test_steps_written_again_after_a_resume_count_as_last_written(tmp_path):
+def test_held_out_losses_are_read_apart_from_training_losses(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = [
-        {"step": 1, "loss": 7.0},
-        {"step": 2, "loss": 9.0},
-        {"step": 2, "loss": 6.0},
-        {"step": 2, "held_out_loss": 5.0},
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text('{"step": 1, "loss": 7.0}\n{"step": 2, "loss": 6.0}\n{"step": 2, "held_out_loss": 5.0}\n')
     metrics = read_metrics(path)
     assert series(metrics, "loss") == ([1, 2], [7.0, 6.0])
     assert series(metrics, "held_out_loss") == ([2], [5.0])
@@ -71,6 +72,59 @@ def test_a_broken_metrics_line_is_named(tmp_path):
     path.write_text('{"step": 1, "loss": 7.0}\n{"step": 2, "lo')
     with pytest.raises(DraftflowError, match=r"metrics\.jsonl:2"):
         read_metrics(path)
+
+
+def guard(**counts):
+    return {"guard": dict.fromkeys(SURPRISES, 0) | {"fx_graph_hits": 3, "recompiles": []} | counts}
+
+
+def warmed(kind):
+    return {"holds": {"plan": {"device_kind": kind}}}
+
+
+def test_training_that_only_loads_compiled_code_passes(tmp_path):
+    found = compile_checks(guard(), warmed("cpu"), tmp_path, "error")
+    assert {check.check: check.passed for check in found} == {"compile_surprises": True, "compile_hits": True}
+
+
+@pytest.mark.parametrize("name", SURPRISES)
+def test_each_surprise_fails_and_is_named(tmp_path, name):
+    check = compile_checks(guard(**{name: 2}), warmed("cpu"), tmp_path, "error")[0]
+    assert (check.passed, check.figure) == (False, 2)
+    assert name.replace("_", " ") in check.explanation
+
+
+def test_training_that_compiled_nothing_fails(tmp_path):
+    assert compile_checks(guard(fx_graph_hits=0), warmed("cpu"), tmp_path, "error")[1].passed is False
+
+
+def test_a_surprise_is_only_a_warning_where_the_configuration_says_so(tmp_path):
+    check = compile_checks(guard(fx_graph_misses=1), warmed("cpu"), tmp_path, "warn")[0]
+    assert check.passed is True
+    assert "1 fx graph misses" in check.warning
+
+
+def test_the_guard_counts_what_is_checked():
+    pytest.importorskip("torch")
+    from draftflow.compile_cache.guard import AFTER_WARM_UP, WITH_A_WARM_CACHE, Guard
+
+    assert set(SURPRISES) == set(AFTER_WARM_UP) | set(WITH_A_WARM_CACHE)
+    assert {*SURPRISES, "fx_graph_hits", "recompiles"} <= Guard("warn").counts().keys()
+
+
+@pytest.mark.parametrize(
+    ("code", "passed"),
+    [
+        ("def triton_tem_fused_flex_attention_3():\ndef triton_tem_fused_flex_attention_backward_mul_7():", True),
+        ("def triton_tem_fused_flex_attention_3():", False),
+        ("def triton_poi_fused_mul_0():", False),
+    ],
+)
+def test_on_a_gpu_the_fused_kernels_must_be_in_the_cache(tmp_path, code, passed):
+    (tmp_path / "inductor/ab").mkdir(parents=True)
+    (tmp_path / "inductor/ab/code.py").write_text(code)
+    found = compile_checks(guard(), warmed("cuda"), tmp_path, "error")
+    assert {check.check: check.passed for check in found}["compile_fused_attention"] is passed
 
 
 def finding(name="weights_finite", passed=True, figure=0, warning=None):

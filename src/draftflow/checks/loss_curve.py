@@ -12,23 +12,22 @@ FALL = 0.02  # least fall of the training loss, as a share of its start
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; a step that appears twice (written again after a resume) counts as last written.
+    """Lines of metrics.jsonl.
 
     Raises:
-        DraftflowError: the file is missing, or a line is no JSON object; names the line.
+        DraftflowError: the file is missing, or a line is no JSON; names the line.
     """
     if not path.exists():
         raise DraftflowError("There is no metrics file.", "Run training again.", str(path))
-    lines: dict[tuple[int, bool], dict[str, Any]] = {}
+    lines = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            entry = json.loads(line)
-            lines[entry["step"], "held_out_loss" in entry] = entry
-        except (ValueError, TypeError, KeyError):
+            lines.append(json.loads(line))
+        except ValueError:
             raise DraftflowError(
                 "A line of the metrics cannot be read.", "Run training again.", f"{path}:{number}"
             ) from None
-    return list(lines.values())
+    return lines
 
 
 def series(metrics: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
@@ -41,16 +40,18 @@ def loss_checks(metrics: list[dict[str, Any]], vocab_size: int) -> list[Check]:
     """Three findings: losses are finite, the training loss falls, and it does not start too low.
 
     Args:
-        metrics: lines of metrics.jsonl with `step` and `loss` (nats per supervised token), some with `held_out_loss`.
+        metrics: lines of metrics.jsonl: `step` and either `loss` (weighted mean in nats of the steps since the line
+            before) or `held_out_loss`, the first of them before any step.
         vocab_size: rows of the target's head.
 
     Raises:
-        DraftflowError: there is no training loss at all.
+        DraftflowError: there are no losses of one of the two kinds.
     """
-    steps, losses = series(metrics, "loss")
-    if not losses:
-        raise DraftflowError("The metrics hold no training loss.", "Run training again.", "metrics.jsonl")
-    everything = [*losses, *series(metrics, "held_out_loss")[1]]
+    _, losses = series(metrics, "loss")
+    held_out_steps, held_out = series(metrics, "held_out_loss")
+    if not losses or not held_out:
+        raise DraftflowError("The metrics lack training or held-out losses.", "Run training again.", "metrics.jsonl")
+    everything = [*losses, *held_out]
     broken = sum(not math.isfinite(value) for value in everything)
     tenth = math.ceil(len(losses) / 10)
     first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
@@ -75,11 +76,11 @@ def loss_checks(metrics: list[dict[str, Any]], vocab_size: int) -> list[Check]:
         ),
         Check(
             "loss_start",
-            losses[0] >= floor,
-            losses[0],
-            f">= {floor:.2f} nats",
-            f"Training loss at step {steps[0]}, against half of ln(vocabulary size): an untrained drafter "
-            "is near the whole of it, so a lower start means that it sees the tokens that it has to predict.",
+            held_out_steps[0] == 0 and held_out[0] >= floor,
+            held_out[0],
+            f">= {floor:.2f} nats at step 0",
+            f"Held-out loss at step {held_out_steps[0]}, against half of ln(vocabulary size): an untrained drafter is "
+            "near the whole of it or above, so a lower one means that it is shown the tokens that it has to predict.",
             "the check mask_leak, and labels and block embeddings of the training step",
         ),
     ]

@@ -40,30 +40,26 @@ def tap_error(
     return worst
 
 
-def tap_checks(error: float, exported: list[int], trained: list[int]) -> list[Check]:
-    """Two findings: the features are right, and the exported drafter names the layers that it was trained with.
+def features_check(error: float) -> Check:
+    """The features that training used are right; `error` is from `tap_error`."""
+    return Check(
+        "taps_features",
+        error <= LIMIT,
+        error,
+        f"<= {LIMIT:g}",
+        "Largest relative difference between the features of a held-out row and the target's hidden states, document "
+        "by document.",
+        "target/features.py: layer numbers, positions and the document mask",
+    )
 
-    Args:
-        error: from `tap_error`.
-        exported: `target_layer_ids` of the exported config.json.
-        trained: the layers tapped in training.
-    """
-    return [
-        Check(
-            "taps_features",
-            error <= LIMIT,
-            error,
-            f"<= {LIMIT:g}",
-            "Largest relative difference between the features of a held-out row and the target's hidden states, "
-            "document by document.",
-            "target/features.py: layer numbers, positions and the document mask",
-        ),
-        Check(
-            "taps_layers",
-            exported == trained,
-            ", ".join(map(str, exported)),
-            f"layers {', '.join(map(str, trained))}",
-            "target_layer_ids in the exported config.json, against the layers tapped in training.",
-            "drafter/checkpoint.py and drafter.target_layers",
-        ),
-    ]
+
+def layers_check(exported: list[int], trained: list[int]) -> Check:
+    """The exported drafter names the layers that it was trained with, so that servers give it the same features."""
+    return Check(
+        "taps_layers",
+        exported == trained,
+        ", ".join(map(str, exported)),
+        f"layers {', '.join(map(str, trained))}",
+        "target_layer_ids in the exported config.json, against the layers tapped in training.",
+        "drafter/checkpoint.py and drafter.target_layers",
+    )

@@ -46,14 +46,16 @@ def judge(checks: list[Check], folder: Path) -> str:
     """
     failed = [check for check in checks if check.passed is False]
     passed = [check for check in checks if check.passed]
-    if failed or not passed:
-        reasons = [
-            f"{check.check} is {short(check.figure)}, must be {check.limit}: {check.explanation} "
-            f"Look at {check.look_at}."
-            for check in failed
-        ] or ["No check was run."]
-        what = "\n  ".join([f"{len(failed)} of {len(checks)} checks failed.", *reasons])
-        raise DraftflowError(what, f"\nEverything is kept in {folder}.", str(folder / "checks.json"))
+    if not passed and not failed:
+        raise DraftflowError("No check was run.", "Run `snakemake check` again.", str(folder / "checks.json"))
+    if failed:
+        figures = [f"{check.check} is {short(check.figure)}, must be {check.limit}" for check in failed]
+        hints = [f"  {check.check}: {check.explanation} Look at {check.look_at}." for check in failed]
+        raise DraftflowError(
+            f"{len(failed)} of {len(checks)} checks failed: {'; '.join(figures)}.",
+            "\n".join(["Everything is kept.", *hints]),
+            str(folder / "checks.json"),
+        )
     skipped = len(checks) - len(passed)
     return f"{len(passed)} checks passed" + (f", {skipped} not run" if skipped else "")
 
