@@ -8,6 +8,7 @@ import pytest
 
 from draftflow.environment import fingerprint
 from draftflow.environment import record as records
+from draftflow.environment.builds import Gpu
 from draftflow.errors import DraftflowError
 
 H200 = "NVIDIA H200, capability 9.0, 132 SMs, 140 GiB"
@@ -94,4 +95,14 @@ def test_a_package_that_was_changed_after_installation_is_refused(recorded: Path
     install["packages"]["numpy"]["record"] = "0" * 16
     (recorded.parent / "install.json").write_text(json.dumps(install))
     with pytest.raises(DraftflowError, match=r"Packages were changed after installation: numpy"):
+        fingerprint.main()
+
+
+def test_a_driver_that_cannot_run_this_torch_is_refused(recorded: Path, monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    if torch.version.cuda is None:
+        pytest.skip("a CPU build needs no driver")
+    monkeypatch.setattr(fingerprint, "detect_gpus", lambda: [Gpu(0, "NVIDIA A100", "GPU-a", 40960, "450.80.02", "8.0")])
+    with pytest.raises(DraftflowError, match=r"needs an NVIDIA driver .* this machine's is 450\.80\.02"):
         fingerprint.main()

@@ -123,8 +123,8 @@ def driver_too_old(version: str, build: str, gpus: list[Gpu]) -> DraftflowError:
 
 def least_driver(build: str) -> str:
     """Least driver version of a build; "0" for CPU builds."""
-    cuda = CUDA.get(build)
-    return LEAST_DRIVER[cuda.split(".")[0]] if cuda else "0"
+    cuda = re.fullmatch(r"cu(\d+)\d", build)
+    return LEAST_DRIVER[cuda[1]] if cuda else "0"
 
 
 def torch_source(choice: Choice, index: str) -> str | None:
@@ -197,9 +197,11 @@ def _possible(version: str, build: str, gpus: list[Gpu]) -> str:
     ways = [f"torch.build: {usual} (index: pypi)"] if usual in builds else []
     if usual or build != "auto":
         ways.append(f"torch.index: pytorch with build {' | '.join(builds)}")
-    by_build = {name: [minor for minor, carried in PYPI.items() if carried == name] for name in builds}
-    on_pypi = [f"{minors[0]} to {minors[-1]} as {name}" if len(minors) > 1 else f"{minors[0]} as {name}"
-               for name, minors in by_build.items() if minors]  # fmt: skip
+    on_pypi = []
+    for name in builds:
+        minors = [minor for minor, carried in PYPI.items() if carried == name]
+        if minors:
+            on_pypi.append(f"{' to '.join(dict.fromkeys([minors[0], minors[-1]]))} as {name}")
     if on_pypi:
         ways.append(f"PyPI's torch {', '.join(on_pypi)}")
     machine = f" with driver {gpus[0].driver}" if gpus else ""

@@ -4,7 +4,6 @@ compile      what makes a compiled kernel stale: torch, CUDA, triton, GPU, drive
 numbers      what can change a result: all of that, libraries, every package, precision switches, number of devices
 information  what only helps to understand: host, CPU, time, who, state of the project
 
-
 A stage that runs later or elsewhere calls `require_same` before it starts. Runs in the torch environment.
 """
 
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from draftflow.environment import record as records
+from draftflow.environment.builds import detect_gpus, driver_too_old, drives
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, stage_parser
 
@@ -238,6 +238,20 @@ def require_compiler() -> None:
         )
 
 
+def require_driver() -> None:
+    """See that the driver of this machine, which need not be the one that installed, runs this torch.
+
+    Raises:
+        DraftflowError: it is too old; torch would only warn, and train on the CPU.
+    """
+    import torch
+
+    gpus = detect_gpus()
+    build = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    if gpus and not drives(gpus, build):
+        raise driver_too_old(torch.__version__.partition("+")[0], build, gpus)
+
+
 def require_unchanged(install_record: dict[str, Any]) -> None:
     """See that the packages are those that were installed.
 
@@ -268,6 +282,7 @@ def main() -> None:
     record = Record("fingerprint")
     install_record = json.loads(arguments.install.read_text())
     require_compiler()
+    require_driver()
     require_unchanged(install_record)
     for part, value in take(install_record).items():
         record[part] = value

@@ -9,6 +9,7 @@ The identities are read while the Snakefile is parsed: standard library only, up
 import hashlib
 import json
 import re
+import sys
 import tempfile
 import tomllib
 import urllib.request
@@ -110,64 +111,62 @@ def resolve(wanted: list[str], torch_from: str | None, where: Sources, bare: boo
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        project = [
-            "[project]",
-            'name = "environment"',
-            'version = "0"',
-            f'requires-python = ">={PYTHONS[0]},<3.{int(PYTHONS[-1].split(".")[1]) + 1}"',
-            f"dependencies = {json.dumps(wanted)}",
-            "[tool.uv]",
-            "package = false",
-            f'environments = ["{_PLATFORM}"]',
-        ]
-        if torch_from:
-            flat = 'format = "flat"' if "://" not in torch_from else ""
-            project += ["[tool.uv.sources]", 'torch = { index = "torch-index" }']
-            project += [
-                "[[tool.uv.index]]",
-                'name = "torch-index"',
-                f"url = {json.dumps(torch_from)}",
-                "explicit = true",
-                flat,
-            ]
-        # one version for all Pythons, wheels only
-        options = ['fork-strategy = "fewest"', "no-build = true"]
-        if bare:
-            options += [
-                f"[[dependency-metadata]]\nname = {json.dumps(package)}\nrequires-dist = []" for package in wanted
-            ]
-        if where.no_index:
-            for link in where.find_links:
-                last = link == where.find_links[-1]
-                options.append(f'[[index]]\nurl = {json.dumps(link)}\nformat = "flat"\ndefault = {json.dumps(last)}')
-        (folder / "pyproject.toml").write_text("\n".join(project))
-        (folder / "uv.toml").write_text("\n".join(options))
-        at = ["--project", name, "--config-file", str(folder / "uv.toml")]
+        (folder / "pyproject.toml").write_text(_pyproject(wanted, torch_from))
+        (folder / "uv.toml").write_text(_uv_toml(wanted if bare else [], where))
+        at = ["--project", name, "--config-file", str(folder / "uv.toml"), "--python", sys.executable]
         environment = {key: value for key, value in where.environment.items() if key != "UV_NO_CONFIG"}
-        run(
-            ["lock", *at],
-            environment,
-            torch_from or where.environment.get("UV_DEFAULT_INDEX", "https://pypi.org/simple"),
-        )
-        exported = folder / "exported.txt"
-        bare_export = ["--no-hashes", "--no-header", "--no-annotate", "--no-emit-project"]
-        run(["export", *at, "--frozen", *bare_export, "-o", str(exported)], environment, "uv export")
+        run(["lock", *at], environment, torch_from or environment.get("UV_DEFAULT_INDEX", "https://pypi.org/simple"))
+        plain = ["--no-hashes", "--no-header", "--no-annotate", "--no-emit-project"]
+        run(["export", *at, "--frozen", *plain, "-o", str(folder / "exported.txt")], environment, "uv export")
         locked = tomllib.loads((folder / "uv.lock").read_text())["package"]
-        files = {(package["name"], package.get("version")): package.get("wheels", []) for package in locked}
+        wheels = {f"{package['name']}=={package['version']}": package.get("wheels", []) for package in locked}
         lines = []
-        for line in exported.read_text().splitlines():
+        for line in (folder / "exported.txt").read_text().splitlines():
             requirement, _, marker = line.partition(" ; ")
-            package, version = requirement.split("==")
-            hashes = sorted({_hash(wheel, folder) for wheel in usable(files[(package, version)])})
+            hashes = sorted({_hash(wheel, folder) for wheel in usable(wheels[requirement])})
             if not hashes:
-                raise DraftflowError(
-                    f"{requirement} has no wheel for Python {' to '.join((PYTHONS[0], PYTHONS[-1]))} on Linux x86-64.",
-                    "Choose another version.",
-                    requirement,
-                )
+                pythons = f"Python {PYTHONS[0]} to {PYTHONS[-1]} on Linux x86-64"
+                raise DraftflowError(f"{requirement} has no wheel for {pythons}.", "Choose another version.")
             condition = f" ; {marker}" if marker and marker != _PLATFORM else ""
             lines.append(f"{requirement}{condition} " + " ".join(f"--hash={digest}" for digest in hashes))
     return lines
+
+
+def _pyproject(wanted: list[str], torch_from: str | None) -> str:
+    """A project that has `wanted` as dependencies, torch from a named index that serves nothing else."""
+    after = int(PYTHONS[-1].split(".")[1]) + 1
+    text = f"""
+        [project]
+        name = "environment"
+        version = "0"
+        requires-python = ">={PYTHONS[0]},<3.{after}"
+        dependencies = {json.dumps(wanted)}
+        [tool.uv]
+        package = false
+        environments = ["{_PLATFORM}"]
+    """
+    if torch_from:
+        text += f"""
+        [tool.uv.sources]
+        torch = {{ index = "torch-index" }}
+        [[tool.uv.index]]
+        name = "torch-index"
+        url = {json.dumps(torch_from)}
+        format = "{"simple" if "://" in torch_from else "flat"}"
+        explicit = true
+        """
+    return text
+
+
+def _uv_toml(bare: list[str], where: Sources) -> str:
+    """uv's options: one version for all Pythons, wheels only; packages in `bare` count as having no dependencies."""
+    options = ['fork-strategy = "fewest"', "no-build = true"]
+    options += [f"[[dependency-metadata]]\nname = {json.dumps(package)}\nrequires-dist = []" for package in bare]
+    if where.no_index:
+        for link in where.find_links:
+            default = "true" if link == where.find_links[-1] else "false"
+            options.append(f'[[index]]\nurl = {json.dumps(link)}\nformat = "flat"\ndefault = {default}')
+    return "\n".join(options)
 
 
 def write(lock: Path, lines: list[str], about: str) -> None:
@@ -184,7 +183,7 @@ def write(lock: Path, lines: list[str], about: str) -> None:
     )
     before, now = _versions(old), _versions(lines)
     changed = [
-        f"{name} {before.get(name, 'added')} -> {now.get(name, 'removed')}" if name in before else f"{name} {now[name]}"
+        f"{name} {before.get(name, '(new)')} -> {now.get(name, '(gone)')}"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]

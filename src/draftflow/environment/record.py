@@ -92,19 +92,22 @@ def torch_facts(site: Path) -> dict[str, str | None]:
 
 def closure(requirements: list[str]) -> list[str]:
     """Names of the installed packages among `requirements` and all that they need, as this interpreter sees them."""
-    seen: set[str] = set()
-    waiting = [_normal(_name(requirement)) for requirement in requirements]
+    seen: set[tuple[str, str]] = set()
+    waiting = [_name_and_extra(requirement) for requirement in requirements]
     while waiting:
-        name = waiting.pop()
-        if name in seen:
+        one = waiting.pop()
+        if one in seen:
             continue
         try:
-            needs = distribution(name).requires or []
+            needs = distribution(one[0]).requires or []
         except PackageNotFoundError:
             continue
-        seen.add(name)
-        waiting += [_normal(_name(need)) for need in needs if "extra ==" not in need]
-    return sorted(seen)
+        seen.add(one)
+        for need in needs:
+            only_for = re.search(r"extra == ['\"](.+?)['\"]", need)
+            if only_for is None or only_for[1] in one[1].split(","):
+                waiting.append(_name_and_extra(need))
+    return sorted({name for name, _ in seen})
 
 
 def _check(row: tuple[Path, str]) -> tuple[str | None, int]:
@@ -136,10 +139,11 @@ def _record_digest(one: Distribution) -> str:
     return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
 
 
-def _name(requirement: str) -> str:
-    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+def _name_and_extra(requirement: str) -> tuple[str, str]:
+    """("cuda-toolkit", "cublas,cudart") of "cuda-toolkit[cublas,cudart]==13.0.2"."""
+    match = re.match(r"([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?", requirement)
     assert match, requirement
-    return match[0]
+    return _normal(match[1]), (match[2] or "").replace(" ", "")
 
 
 def _normal(name: str) -> str:
@@ -153,7 +157,7 @@ def main() -> None:
     torch = [str(one.locate_file("")) for one in Distribution.discover(name="torch")]
     answer: dict[str, Any] = {
         "python": ".".join(map(str, sys.version_info[:3])),
-        "missing": [requirement for requirement in requirements if _normal(_name(requirement)) not in installed],
+        "missing": [requirement for requirement in requirements if _name_and_extra(requirement)[0] not in installed],
         "packages": packages(installed),
         "torch": torch_facts(Path(torch[0])) if torch else None,
     }

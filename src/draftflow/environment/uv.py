@@ -70,6 +70,8 @@ def sources() -> Sources:
         value = setting(pip_name, *uv_names)
         if value:
             environment[uv_names[0]] = value
+    if no_index:
+        environment.pop("UV_DEFAULT_INDEX", None)
     environment |= {"UV_NO_CONFIG": "1", "UV_NO_PROGRESS": "1"}
     environment.setdefault("UV_PYTHON_DOWNLOADS", "never")
     return Sources(environment, [_absolute(link) for link in find_links if link], extra, no_index, taken)
