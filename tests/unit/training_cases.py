@@ -94,3 +94,56 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     times = ("ms", "step_ms", "tokens_per_second")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in times} for line in lines]
+
+
+def make_loop(
+    case: dict[str, Path], folder: Path, compiled: bool = False, rank: int = 0, world_size: int = 1, **training
+):
+    """The training loop of one process as the worker makes it; eager, unless asked otherwise."""
+    from draftflow.compile_cache.guard import Guard
+    from draftflow.drafter.model import run_layer
+    from draftflow.training.checkpoint import latest
+    from draftflow.training.loop import Loop, Stop
+    from draftflow.training.metrics import Metrics
+    from draftflow.training.plan import plan_of_run
+    from draftflow.training.process import make_process
+    from draftflow.training.worker import hyperparameters
+
+    settings = make_settings(**training)
+    shape, plan = plan_of_run(settings, case["target"], "cpu", world_size)
+    hyper = hyperparameters(settings)
+    process = make_process(
+        shape, plan, hyper, case["rows"], case["target"], settings["training"]["feature_cache_gb"], rank, world_size
+    )
+    if not compiled:
+        process.step.drafter._run_layer = run_layer
+    found = latest(folder / "checkpoints")
+    metrics = None
+    if rank == 0:
+        before, first = ("", 0) if found is None else (found.metrics(), found.step)
+        metrics = Metrics(folder / "metrics.jsonl", folder / "tensorboard", before, first, hyper.steps)
+    loop = Loop(
+        process,
+        hyper,
+        Guard("error"),
+        Stop(),
+        evaluate_every=settings["training"]["evaluate_every"],
+        checkpoint_every=settings["training"]["checkpoint_every"],
+        checkpoints=folder / "checkpoints",
+        facts={"resumed_from": None if found is None else found.step},
+        metrics=metrics,
+    )
+    if found is not None:
+        loop.resume(found)
+    return loop
+
+
+def train_as_rank(rank: int, world_size: int, case: dict[str, Path], folder: Path, training: dict[str, Any]) -> None:
+    """Train in one of several processes that find one another through a file."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    assert make_loop(case, folder, rank=rank, world_size=world_size, **training).run()
+    dist.destroy_process_group()

@@ -62,7 +62,7 @@ class Checkpoint:
 
 def latest(folder: Path) -> Checkpoint | None:
     """The newest checkpoint in `folder` that is whole, or None; says which newer ones are not."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
+    for path in reversed(_all(folder)):
         problem, state = _verify(path)
         if problem is None:
             return Checkpoint(path, state)
@@ -110,9 +110,13 @@ def write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in sorted(folder.glob("step-*"))[:-KEPT]:
+    for old in _all(folder)[:-KEPT]:
         shutil.rmtree(old)
     return path
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _verify(path: Path) -> tuple[str | None, dict[str, Any]]:

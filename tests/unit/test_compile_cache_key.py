@@ -1,0 +1,70 @@
+import copy
+import json
+
+import pytest
+
+from draftflow.compile_cache import key
+from draftflow.errors import DraftflowError
+from draftflow.training.plan import make_plan
+
+SHAPE = {"block_size": 8, "vocab_size": 49152, "target_layer_ids": (1, 7)}
+SETTINGS = {"row_length": 256, "rows_per_step": 8, "anchors_per_row": 32, "precision": "auto"}
+COMPILE = {"digest": "aaa", "fields": {"torch": "2.11.0+cu130", "torch git": "70d99e9", "driver": "580.1"}}
+
+
+def held(compile_part=COMPILE, **settings):
+    return key.contents(compile_part, make_plan(SHAPE, {**SETTINGS, **settings}, "cpu", 1))
+
+
+def edited(source):
+    changed = copy.deepcopy(held())
+    changed["sources"][source] = "0" * 12
+    return changed
+
+
+OTHER_TORCH = {"digest": "bbb", "fields": {**COMPILE["fields"], "torch git": "449b176"}}
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (held(OTHER_TORCH), "torch git 70d99e9 -> 449b176"),
+        (held(row_length=512), "row_length 256 -> 512"),
+        (edited("drafter/model.py"), "drafter/model.py was edited"),
+    ],
+)
+def test_what_invalidates_the_cache_changes_the_key_and_is_named(tmp_path, now, words):
+    assert key.cache_key(now) != key.cache_key(held())
+    record = tmp_path / "warm.json"
+    (tmp_path / "folder").mkdir()
+    record.write_text(json.dumps({"key": key.cache_key(held()), "holds": held(), "folder": "folder"}))
+    with pytest.raises(DraftflowError, match=f"{words}.*snakemake --forcerun warm_cache") as error:
+        key.require_warm(record, now)
+    assert error.value.where == str(record)
+
+
+def test_a_warm_cache_is_found_beside_its_record_wherever_that_lies(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name / "cache/abc").mkdir(parents=True)
+        (tmp_path / name / "step").mkdir()
+        record = tmp_path / name / "step/warm.json"
+        record.write_text(json.dumps({"key": key.cache_key(held()), "holds": held(), "folder": "../cache/abc"}))
+        found = key.require_warm(record, held())
+        assert found.resolve() == tmp_path / name / "cache/abc"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "was not warmed"),
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        (json.dumps({"key": key.cache_key(held()), "holds": held(), "folder": "gone"}), "is gone"),
+    ],
+)
+def test_a_missing_or_broken_warm_up_is_refused_with_the_command_to_run(tmp_path, text, words):
+    record = tmp_path / "warm.json"
+    if text is not None:
+        record.write_text(text)
+    with pytest.raises(DraftflowError, match=f"{words}.*snakemake --forcerun warm_cache"):
+        key.require_warm(record, held())

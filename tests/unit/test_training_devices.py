@@ -1,0 +1,82 @@
+from dataclasses import dataclass
+
+import pytest
+
+from draftflow.errors import DraftflowError
+from draftflow.training.devices import Devices, process_environment, resolve_devices
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str = "NVIDIA H200"
+
+    @property
+    def uuid(self):
+        return f"GPU-{self.index}0000000"
+
+
+GPUS = [Gpu(index) for index in range(8)]
+
+
+@pytest.fixture(autouse=True)
+def everything_visible(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpus", "expected"),
+    [
+        ("auto", [], Devices("cpu", (0,), "cpu")),
+        ("auto", GPUS[:2], Devices("cuda", (0, 1), "nvidia-h200")),
+        ("cpu", GPUS, Devices("cpu", (0,), "cpu")),
+        ("cpu:3", [], Devices("cpu", (0, 1, 2), "cpu")),
+        (2, GPUS, Devices("cuda", (0, 1), "nvidia-h200")),
+        ([7, 5], GPUS, Devices("cuda", (7, 5), "nvidia-h200")),
+    ],
+)
+def test_setting_gives_devices(setting, gpus, expected):
+    assert resolve_devices(setting, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpus", "words"),
+    [
+        (0, GPUS, "zero devices"),
+        ([], GPUS, "zero devices"),
+        ("cpu:0", [], "zero devices"),
+        (3, GPUS[:2], r"3 GPUs are asked for and there are 0 \(NVIDIA H200\), 1 \(NVIDIA H200\)"),
+        (1, [], "there is no GPU.*Use `cpu`"),
+        ([1, 9], GPUS[:2], "GPU 9 does not exist"),
+        ([1, 1], GPUS, "names a GPU twice"),
+        ("gpu", GPUS, "'gpu' names no devices"),
+        ("auto", [Gpu(0), Gpu(1, "NVIDIA A100")], "different kinds: NVIDIA A100, NVIDIA H200"),
+    ],
+)
+def test_impossible_settings_are_refused_with_key_and_remedy(setting, gpus, words):
+    with pytest.raises(DraftflowError, match=words) as error:
+        resolve_devices(setting, gpus)
+    assert error.value.where == "config key training.devices"
+    assert error.value.remedy
+
+
+def test_gpus_that_cuda_visible_devices_hides_do_not_count(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-3")
+    assert resolve_devices("auto", GPUS).ids == (6, 3)
+    with pytest.raises(DraftflowError, match="GPU 0 does not exist"):
+        resolve_devices([0], GPUS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_devices("auto", GPUS).kind == "cpu"
+
+
+def test_each_process_sees_its_own_device_alone():
+    devices = Devices("cuda", (5, 7), "nvidia-h200")
+    assert process_environment(devices, 1)["CUDA_VISIBLE_DEVICES"] == "7"
+    assert process_environment(Devices("cpu", (0,), "cpu"), 0)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_processes_share_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert process_environment(Devices("cpu", (0, 1, 2), "cpu"), 0)["OMP_NUM_THREADS"] == "2"
+    assert process_environment(Devices("cpu", tuple(range(16)), "cpu"), 0)["OMP_NUM_THREADS"] == "1"

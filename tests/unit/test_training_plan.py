@@ -1,0 +1,59 @@
+import pytest
+
+from draftflow.errors import DraftflowError
+from draftflow.training.plan import make_plan, plan_differences, plan_id
+
+SHAPE = {"block_size": 8, "vocab_size": 49152, "target_layer_ids": (1, 7)}
+SETTINGS = {"row_length": 256, "rows_per_step": 8, "anchors_per_row": 32, "precision": "auto"}
+
+
+def plan(kind="cpu", world_size=1, **settings):
+    return make_plan(SHAPE, {**SETTINGS, **settings}, kind, world_size)
+
+
+def test_rows_are_shared_among_the_devices():
+    assert plan(world_size=4).rows == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "expected"),
+    [
+        ("cpu", "auto", "float32"),
+        ("cuda", "auto", "bfloat16"),
+        ("cpu", "bf16", "bfloat16"),
+        ("cuda", "fp32", "float32"),
+    ],
+)
+def test_precision_follows_the_device_unless_it_is_set(kind, precision, expected):
+    assert plan(kind, precision=precision).precision == expected
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(
+        DraftflowError, match=r"training.rows_per_step: 8 rows per step do not divide among 3.*such as 9"
+    ):
+        plan(world_size=3)
+
+
+def test_rows_that_do_not_fit_the_tiles_of_a_gpu_are_refused():
+    with pytest.raises(DraftflowError, match=r"dataset.row_length: Rows of 272 tokens.*such as 384"):
+        plan("cuda", row_length=272)
+    assert plan("cpu", row_length=272).row_length == 272
+
+
+def test_every_static_shape_is_in_the_id():
+    changes = [{"row_length": 512}, {"rows_per_step": 16}, {"anchors_per_row": 64}, {"precision": "bf16"}]
+    ids = {plan_id(plan(**change)) for change in [{}, *changes]}
+    assert len(ids) == len(changes) + 1
+    assert plan_id(plan()) == plan_id(plan())
+
+
+def test_the_number_of_devices_counts_only_through_the_rows_of_each():
+    assert plan_id(plan(world_size=2, rows_per_step=16)) == plan_id(plan())
+
+
+def test_differences_name_field_and_values():
+    before, now = vars(plan()), vars(plan(row_length=512))
+    assert plan_differences(before, now) == ["row_length 256 -> 512"]
+    changed = {**now, "drafter": {**now["drafter"], "block_size": 16}}
+    assert "drafter.block_size 8 -> 16" in plan_differences(before, changed)

@@ -1,0 +1,169 @@
+"""The stages as the workflow calls them: warm-up, then training in worker processes, with compiled layers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from training_cases import make_case, make_settings, read_metrics
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = make_settings(steps=500, evaluate_every=100, checkpoint_every=100)
+
+
+def environment() -> dict[str, str]:
+    """This process's variables without those that torch sets once it has been imported."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("TORCHINDUCTOR_", "TRITON_"))}
+
+
+class Case:
+    """A folder with a prepared target and rows, and the stages run on it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.paths = make_case(folder)
+        self.warm_record, self.run = folder / "step/warm.json", folder / "run"
+
+    def command(self, module: str, settings: dict, **paths: Path) -> list[str]:
+        command = [sys.executable, "-m", f"draftflow.{module}", "--settings", json.dumps(settings)]
+        for name, path in {**self.paths, **paths}.items():
+            command += [f"--{name}", str(path)]
+        return command
+
+    def warm(self) -> subprocess.CompletedProcess:
+        command = self.command("compile_cache.warm", SETTINGS, cache=self.folder / "cache", record=self.warm_record)
+        return subprocess.run(command, capture_output=True, text=True, env=environment())
+
+    def training(self, settings: dict = SETTINGS, **paths: Path) -> list[str]:
+        outputs = {
+            "warm": self.warm_record,
+            "checkpoints": self.run / "checkpoints",
+            "metrics": self.run / "metrics.jsonl",
+            "tensorboard": self.run / "tensorboard",
+            "record": self.run / "train.json",
+        }
+        return self.command("training.train", settings, **{**outputs, **paths})
+
+    def train(self, settings: dict = SETTINGS, variables: dict | None = None, **paths: Path):
+        command = self.training(settings, **paths)
+        return subprocess.run(command, capture_output=True, text=True, env={**environment(), **(variables or {})})
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    case = Case(tmp_path_factory.mktemp("case"))
+    done = case.warm()
+    assert done.returncode == 0, done.stderr
+    return case
+
+
+def test_warm_up_compiles_once_and_a_fresh_process_hits(case):
+    record = json.loads(case.warm_record.read_text())
+    (device,), proof = record["devices"], record["proof"]
+    assert device["device"] == "cpu"
+    assert device["cold"]
+    assert device["counts"]["fx_graph_hits"] == 0
+    assert device["counts"]["fx_graph_misses"] == proof["counts"]["fx_graph_hits"] == 3  # forward twice, backward
+    assert proof["counts"]["fx_graph_misses"] == proof["counts"]["autograd_misses"] == 0
+    assert device["counts"]["compiles_after_warmup"] == proof["counts"]["compiles_after_warmup"] == 0
+    assert record["warm_seconds"] < record["cold_seconds"] / 2
+    assert record["size_bytes"] > 10_000
+    assert record["holds"]["fingerprint"]["fields"]["torch git"]
+    assert (case.warm_record.parent / record["folder"] / "inductor").is_dir()
+
+
+def test_a_signal_stops_with_a_checkpoint_and_the_same_command_finishes(case):
+    metrics = case.run / "metrics.jsonl"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(case.training(), **pipes, text=True, env=environment()) as process:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, output
+    assert "resume by running the same command" in output
+    assert "Traceback" not in output
+    assert not (case.run / "train.json").exists()
+    metrics.unlink()  # as Snakemake removes the outputs of a job that failed
+
+    done = case.train()
+    assert done.returncode == 0, done.stderr
+    record = json.loads((case.run / "train.json").read_text())
+    assert record["resumed_from"] >= 10
+    assert f"resuming from step {record['resumed_from']}" in done.stdout
+    steps = [line["step"] for line in read_metrics(metrics) if "loss" in line]
+    assert steps == sorted(set(steps))
+    assert steps[0] == 1
+    assert steps[-1] == record["steps"] == 500
+    assert record["last_loss"] < record["first_loss"] - 2
+    assert record["last_held_out_loss"] < record["first_held_out_loss"]
+    assert record["guard"]["fx_graph_misses"] == record["guard"]["compiles_after_warmup"] == 0
+    assert record["guard"]["fx_graph_hits"] == 3
+    assert record["feature_cache"]["hits"] > 0
+    assert record["seconds_to_first_step"] > 0
+    assert list((case.run / "tensorboard").glob("events*"))
+
+    lines = metrics.read_text()
+    metrics.unlink(), (case.run / "train.json").unlink()
+    start = time.monotonic()
+    done = case.train()
+    assert "training is finished" in done.stdout
+    assert time.monotonic() - start < 5  # no torch was started
+    assert metrics.read_text() == lines
+    again = json.loads((case.run / "train.json").read_text())
+    assert {**again, "seconds": None} == {**{k: v for k, v in record.items() if k in again}, "seconds": None}
+
+
+def test_a_worker_s_refusal_is_one_line(case, tmp_path):
+    description = json.loads((case.paths["target"] / "target.json").read_text())
+    description["weights"]["path"] = str(tmp_path / "gone")
+    (tmp_path / "target.json").write_text(json.dumps(description))
+    done = case.train(target=tmp_path)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith("draftflow: error: ")
+    assert "The weights of the target are gone." in line
+
+
+def test_a_worker_s_crash_shows_its_traceback_once(case, tmp_path):
+    (tmp_path / "rows.safetensors").write_bytes(b"not a safetensors file")
+    done = case.train(rows=tmp_path / "rows.safetensors")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "torch/distributed" not in done.stderr
+    assert "A training process failed: " in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"row_length": 32}, "row_length 64 -> 32"),
+        ({"anchors_per_row": 16}, "anchors 8 -> 16"),
+    ],
+)
+def test_another_plan_than_was_warmed_is_refused(case, change, words):
+    done = case.train({**SETTINGS, **change})
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "snakemake --forcerun warm_cache" in done.stderr
+
+
+def test_a_missing_warm_up_is_refused(case, tmp_path):
+    done = case.train(make_settings(steps=7), warm=tmp_path / "warm.json")
+    assert "The compile cache was not warmed. Run `snakemake --forcerun warm_cache`." in done.stderr
+
+
+def test_a_switched_off_compiler_is_refused(case):
+    done = case.train(make_settings(steps=8), {"TORCH_COMPILE_DISABLE": "1"})
+    assert "TORCH_COMPILE_DISABLE=1 switches compilation off" in done.stderr

@@ -1,0 +1,144 @@
+import math
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.nn.functional as F
+from training_cases import make_case, make_loop
+
+from draftflow.drafter.mask import allowed
+from draftflow.drafter.model import Drafter
+from draftflow.training.metrics import expected_acceptance_length
+from draftflow.training.optimizer import Hyperparameters, Optimizer
+from draftflow.training.step import read_statistics
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return make_case(tmp_path_factory.mktemp("case"))
+
+
+@pytest.fixture
+def loop(case, tmp_path):
+    return make_loop(case, tmp_path)
+
+
+def reference_loss(loop, drafter, batch, features):
+    """The loss of reference/dflash.md 1.4, written out: logits of every block position, no chunks, no selection."""
+    step = loop.process.step
+    embeddings = step.target.embed_weight[batch.block_tokens]
+    mask = allowed(batch.anchors, batch.document_ids, step.plan.block_size)
+    hidden = drafter(features, embeddings, batch.position_ids, batch.block_positions, mask)
+    logits = hidden.flatten(0, 1) @ step.target.head_weight.T
+    labels = torch.full((len(logits),), -100)
+    weights = torch.zeros(len(logits))
+    labels[batch.supervised], weights[batch.supervised] = batch.labels, batch.weights
+    ce = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+    return (ce * weights).sum() / weights.sum(), logits, labels
+
+
+def test_steps_equal_plain_autograd_clipping_and_adamw(loop):
+    step, hyper = loop.process.step, loop.hyper
+    reference = Drafter(step.drafter.shape, torch.Generator().manual_seed(hyper.seed))
+    groups = [
+        {"params": [p for p in reference.parameters() if p.dim() == 2], "weight_decay": hyper.weight_decay},
+        {"params": [p for p in reference.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=hyper.betas)
+    for number in range(3):
+        batch = loop.process.batches.train(number)
+        features = loop.process.source(batch)
+        loss, logits, labels = reference_loss(loop, reference, batch, features)
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), hyper.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = hyper.learning_rate_at(number)
+        adamw.step()
+
+        statistics = step.train(batch, number)
+        found, accuracy = read_statistics(statistics[:-1])
+        # fp32 rounding of two orders of summation
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+        assert statistics[-1].item() == pytest.approx(norm.item(), rel=1e-4)
+        right = (logits.argmax(-1) == labels).view(-1, 4)
+        supervised = (labels >= 0).view(-1, 4)
+        assert accuracy == pytest.approx([right[:, k].sum().item() / supervised[:, k].sum().item() for k in (1, 2, 3)])
+    for (name, ours), theirs in zip(step.drafter.named_parameters(), reference.parameters(), strict=True):
+        # Adam divides by the root of the second moment, so a rounding error of a small gradient grows
+        assert torch.allclose(ours, theirs, atol=2e-4), name
+
+
+def test_evaluation_is_the_loss_before_the_next_step_and_changes_nothing(loop):
+    step, batch = loop.process.step, loop.process.batches.train(0)
+    step.train(batch, 0)
+    before = {name: value.clone() for name, value in step.drafter.state_dict().items()}
+    loss, accuracy = read_statistics(step.evaluate([batch]))
+    assert all(torch.equal(value, before[name]) for name, value in step.drafter.state_dict().items())
+    assert not step.optimizer.reduced.any()
+    trained_loss, trained_accuracy = read_statistics(step.train(batch, 1)[:-1])
+    assert (loss, accuracy) == (pytest.approx(trained_loss, rel=1e-6), trained_accuracy)
+
+
+def test_filled_up_batches_do_not_count_in_evaluation(loop):
+    step, (held_out,) = loop.process.step, loop.held_out
+    assert held_out.indices == (0, 1, 2, 2)
+    statistics = step.evaluate([held_out])
+    assert statistics[1].item() == pytest.approx(held_out.weights.sum().item())
+    rows = held_out.supervised // (8 * 4)
+    assert rows.max() == 2
+
+
+def test_a_batch_without_supervision_moves_nothing_but_by_decay(loop):
+    step, (held_out,) = loop.process.step, loop.held_out
+    empty = held_out.__class__(
+        **{
+            **vars(held_out),
+            "supervised": torch.zeros(0, dtype=torch.int64),
+            "labels": torch.zeros(0, dtype=torch.int64),
+            "offsets": torch.zeros(0, dtype=torch.int64),
+            "weights": torch.zeros(0),
+        }
+    )
+    norms = {name: value.clone() for name, value in step.drafter.state_dict().items() if value.dim() == 1}
+    statistics = step.train(empty, 0)
+    assert statistics[-1].item() == 0.0
+    assert all(torch.equal(step.drafter.state_dict()[name], value) for name, value in norms.items())
+    assert all(value.isfinite().all() for value in step.drafter.state_dict().values())
+
+
+def test_equal_seeds_give_equal_weights_and_others_do_not(case, tmp_path):
+    weights = [
+        make_loop(case, tmp_path / str(number), seed=seed).process.step.drafter.fc.weight
+        for number, seed in enumerate((0, 0, 1))
+    ]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_learning_rate_rises_and_falls_to_its_least():
+    hyper = Hyperparameters(steps=100, gamma=4.0, learning_rate=1.0, warmup=0.1, min_learning_rate=0.2)
+    rates = [hyper.learning_rate_at(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
+    assert all(before > after for before, after in pairwise(rates[9:]))
+    assert rates[54] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 45 / 90)) / 2)
+    assert rates[-1] == pytest.approx(0.2)
+    assert Hyperparameters(steps=1, gamma=4.0, learning_rate=1.0, warmup=0.0).learning_rate_at(0) == pytest.approx(0.1)
+
+
+def test_gradient_is_divided_by_the_sum_of_weights_before_it_is_clipped():
+    module = torch.nn.Linear(2, 2, bias=False)
+    optimizer = Optimizer(module, Hyperparameters(steps=1, gamma=4.0, clip_norm=1.0), statistics=2)
+    module.weight.grad += torch.tensor([[3.0, 0.0], [0.0, 4.0]]) * 10
+    optimizer.statistics += torch.tensor([0.0, 100.0])
+    assert optimizer.step(0).item() == pytest.approx(0.5)
+    moment = optimizer.state()["weight.exp_avg"]
+    assert torch.allclose(moment, 0.1 * torch.tensor([[0.3, 0.0], [0.0, 0.4]]))  # below the limit: not clipped
+
+
+def test_expected_acceptance_length_is_one_and_the_products_of_accuracies():
+    assert expected_acceptance_length([0.5, 0.5, 1.0]) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
+    assert expected_acceptance_length([0.0, 1.0]) == 1.0
