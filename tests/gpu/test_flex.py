@@ -70,7 +70,9 @@ def batch(shape: DrafterShape, seed: int = 0) -> tuple[Tensor, Anchors, tuple[Te
 def hidden_and_gradients(drafter: Drafter, mask: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     drafter.zero_grad()
     hidden = drafter(*inputs, mask)
-    hidden.float().square().mean().backward()
+    # not the norm of the output, which RMSNorm makes constant
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden.device)
+    (hidden.float() * direction).mean().backward()
     return hidden.detach().float().cpu(), {
         name: value.grad.cpu().clone() for name, value in drafter.named_parameters() if value.grad is not None
     }
@@ -86,6 +88,7 @@ def fresh() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [4, 8, 10, 16])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_compiled_flex_is_the_dense_drafter(block_size: int, dtype: torch.dtype, tolerance: float) -> None:

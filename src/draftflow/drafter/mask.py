@@ -98,5 +98,5 @@ def _row_tiles(per_block: Tensor, block_size: int, queries: int) -> Tensor:
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """Tiles [B, rows, columns] bool -> number in each row [B, 1, rows] and columns, theirs first; both int32."""
-    tiles = tiles[:, None].int()
+    tiles = tiles[:, None].int().contiguous()  # a transposed one would keep its strides; kernels read rows as they lie
     return tiles.sum(dim=-1, dtype=torch.int32), tiles.argsort(dim=-1, descending=True, stable=True).int()
