@@ -26,7 +26,7 @@ rule check_weights:
     shell:
         "{input.python:q} -m draftflow.checks.weights --drafter {input.drafter:q} --checkpoints {params.checkpoints:q}"
         " --train {input.train:q} --rows {input.rows:q} --target {params.target:q} --device {params.device}"
-        " --record {output:q} 2>&1 | tee {log:q}"
+        " --record {output:q} 2>&1 | logged {log:q}"
 
 
 rule check_generation:
@@ -58,7 +58,7 @@ rule check_generation:
     shell:
         "{input.python:q} -m draftflow.checks.generation --settings {params.settings:q} --drafter {input.drafter:q}"
         " --target {params.target:q} --held-out {input.held_out:q} --device {params.device}"
-        " --record {output.record:q} --table {output.table:q} 2>&1 | tee {log:q}"
+        " --record {output.record:q} --table {output.table:q} 2>&1 | logged {log:q}"
 
 
 rule check_records:
@@ -80,7 +80,7 @@ rule check_records:
         ),
     shell:
         "{input.python:q} -m draftflow.checks.records --settings {params.settings:q} --train {input.train:q}"
-        " --metrics {input.metrics:q} --warm {input.warm:q} --record {output:q} 2>&1 | tee {log:q}"
+        " --metrics {input.metrics:q} --warm {input.warm:q} --record {output:q} 2>&1 | logged {log:q}"
 
 
 rule collect_checks:
@@ -103,7 +103,7 @@ rule collect_checks:
         env_id=flow.environment.id,
     shell:
         "{input.python:q} -m draftflow.checks.collect --env-id {params.env_id:q} --fingerprint {input.fingerprint:q}"
-        " --output {output:q} {input.checks:q} 2>&1 | tee {log:q}"
+        " --output {output:q} {input.checks:q} 2>&1 | logged {log:q}"
 
 
 rule plot_run:
@@ -121,7 +121,7 @@ rule plot_run:
         benchmark_of(f"{RUN}/plots")
     shell:
         "{input.python:q} -m draftflow.checks.plots --metrics {input.metrics:q} --acceptance {input.acceptance:q}"
-        " --loss-plot {output.loss:q} --acceptance-plot {output.acceptance:q} 2>&1 | tee {log:q}"
+        " --loss-plot {output.loss:q} --acceptance-plot {output.acceptance:q} 2>&1 | logged {log:q}"
 
 
 # The only rule that fails when a check does: what it judges is written by rules that succeed, and so stays.
@@ -137,4 +137,4 @@ rule require_checks:
         log_of(f"{RUN}/verdict"),
     localrule: True
     shell:
-        "{input.python:q} -m draftflow.checks.verdict --checks {input.checks:q} --output {output:q} 2>&1 | tee {log:q}"
+        "{input.python:q} -m draftflow.checks.verdict --checks {input.checks:q} --output {output:q} 2>&1 | logged {log:q}"

@@ -52,6 +52,12 @@ def fingerprint(environment):
     return str(environment.folder / "fingerprint.json")
 
 
+def requirements(environment):
+    """What an external interpreter must have for the stages that run in it."""
+    name = "train" if environment == flow.environment.id else "dataset"
+    return f"{workflow.basedir}/envs/{name}.in"
+
+
 def gpus_of_run(wildcards):
     return flow.devices.count if flow.devices.kind == "cuda" else 0
 
@@ -70,6 +76,10 @@ flow = resolve()
 
 # A driver's variables must not reach the stages' interpreters; they get the package and nothing else.
 os.environ["DRAFTFLOW_SRC"] = str(Path(workflow.basedir) / "src")
+
+# What a stage prints is seen and kept. A signal to all processes of a job must not end this before the stage has
+# written its last words.
+shell.prefix("logged() {{ (trap '' INT TERM HUP; exec tee \"$1\"); }}; ")
 
 # GPUs are counted only against a limit, and a profile or --resources may give another.
 if "gpu" not in workflow.global_resources:

@@ -27,4 +27,4 @@ rule warm_cache:
     shell:
         "{input.python:q} -m draftflow.compile_cache.warm --settings {params.settings:q}"
         " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
-        " --cache {params.cache:q} --record {output:q} 2>&1 | tee {log:q}"
+        " --cache {params.cache:q} --record {output:q} 2>&1 | logged {log:q}"

@@ -22,7 +22,7 @@ if flow.target_package:
             python=lambda wildcards, input: sys.executable,
         shell:
             "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.package"
-            " --lock {input.lock:q} --output {output.package:q} --record {output.record:q} 2>&1 | tee {log:q}"
+            " --lock {input.lock:q} --output {output.package:q} --record {output.record:q} 2>&1 | logged {log:q}"
 
 
 rule prepare_target:
@@ -48,7 +48,7 @@ rule prepare_target:
         folder=TARGET,
     shell:
         "{input.python:q} -m draftflow.target.prepare --settings {params.settings:q} {params.package}"
-        " --output {params.folder:q} 2>&1 | tee {log:q}"
+        " --output {params.folder:q} 2>&1 | logged {log:q}"
 
 
 rule read_conversations:
@@ -67,7 +67,7 @@ rule read_conversations:
         settings=as_json({"responses": flow.config.dataset.responses}),
     shell:
         "{input.python:q} -m draftflow.dataset.read --settings {params.settings:q}"
-        " --output {output.conversations:q} --record {output.record:q} {input.sources:q} 2>&1 | tee {log:q}"
+        " --output {output.conversations:q} --record {output.record:q} {input.sources:q} 2>&1 | logged {log:q}"
 
 
 rule regenerate_responses:
@@ -96,7 +96,7 @@ rule regenerate_responses:
     shell:
         "{input.python:q} -m draftflow.dataset.regenerate --settings {params.settings:q} --device {params.device}"
         " --target {params.target:q} --conversations {input.conversations:q}"
-        " --output {output.responses:q} --record {output.record:q} 2>&1 | tee {log:q}"
+        " --output {output.responses:q} --record {output.record:q} 2>&1 | logged {log:q}"
 
 
 rule pack_rows:
@@ -127,4 +127,4 @@ rule pack_rows:
     shell:
         "{input.python:q} -m draftflow.dataset.pack --settings {params.settings:q} --target {params.target:q}"
         " --conversations {input.conversations:q} --output {output.rows:q} --held-out {output.held_out:q}"
-        " --record {output.record:q} 2>&1 | tee {log:q}"
+        " --record {output.record:q} 2>&1 | logged {log:q}"

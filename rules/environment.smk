@@ -6,7 +6,11 @@ rule lock:
             {
                 "torch": flow.config.torch.model_dump(),
                 "target": flow.config.target.model_dump(mode="json"),
-                "regenerate_torch": flow.config.dataset.regenerate.torch,
+                "regenerate_torch": (
+                    flow.config.dataset.regenerate.torch
+                    if flow.config.dataset.responses == "regenerate"
+                    else None
+                ),
             }
         ),
         python=sys.executable,
@@ -39,13 +43,13 @@ rule install:
         lock=lambda wildcards, input: (
             f"--lock {input.lock}"
             if input.lock
-            else f"--requirements {workflow.basedir}/envs/train.in"
+            else f"--requirements {requirements(wildcards.environment)}"
         ),
         python=lambda wildcards, input: sys.executable,
         folder=lambda wildcards: f"results/environments/{wildcards.environment}",
     shell:
         "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.install"
-        " --settings {params.settings:q} {params.lock} --folder {params.folder:q} 2>&1 | tee {log:q}"
+        " --settings {params.settings:q} {params.lock} --folder {params.folder:q} 2>&1 | logged {log:q}"
 
 
 rule fingerprint:
@@ -66,4 +70,4 @@ rule fingerprint:
         nodes=1,
     shell:
         "{input.python:q} -m draftflow.environment.fingerprint"
-        " --install {input.record:q} --output {output:q} 2>&1 | tee {log:q}"
+        " --install {input.record:q} --output {output:q} 2>&1 | logged {log:q}"

@@ -34,7 +34,7 @@ rule train_drafter:
         " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
         " --warm {input.warm:q} --checkpoints {params.checkpoints:q}"
         " --tensorboard {params.tensorboard:q} --metrics {output.metrics:q} --record {output.record:q} {params.again}"
-        " 2>&1 | tee {log:q}"
+        " 2>&1 | logged {log:q}"
 
 
 rule export_drafter:
@@ -63,4 +63,4 @@ rule export_drafter:
     shell:
         "{input.python:q} -m draftflow.training.export --settings {params.provenance:q}"
         " --checkpoints {params.checkpoints:q} --train {input.train:q} --target {params.target:q}"
-        " --output {output.drafter:q} --record {output.record:q} 2>&1 | tee {log:q}"
+        " --output {output.drafter:q} --record {output.record:q} 2>&1 | logged {log:q}"

@@ -64,8 +64,9 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def say(message: str) -> None:
-    """Print one line of progress, at once."""
-    print(f"draftflow: {message}", flush=True)
+    """Print one line of progress, at once. That nobody reads it any more is no reason to stop."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"draftflow: {message}", flush=True)
 
 
 def stage_parser(description: str, settings: bool = True) -> argparse.ArgumentParser:

@@ -112,7 +112,8 @@ def resolve(wanted: list[str], torch_from: str | None, where: Sources, bare: boo
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "pyproject.toml").write_text(_pyproject(wanted, torch_from))
-        (folder / "uv.toml").write_text(_uv_toml(wanted if bare else [], where))
+        names = [re.split("[=<>~! ]", requirement)[0] for requirement in wanted]
+        (folder / "uv.toml").write_text(_uv_toml(names if bare else [], where))
         at = ["--project", name, "--config-file", str(folder / "uv.toml"), "--python", sys.executable]
         environment = {key: value for key, value in where.environment.items() if key != "UV_NO_CONFIG"}
         run(["lock", *at], environment, torch_from or environment.get("UV_DEFAULT_INDEX", "https://pypi.org/simple"))
@@ -256,6 +257,7 @@ def main() -> None:
         if choice.kind != "external":
             wanted = [torch_requirement(choice, torch["index"]), *lines_of(root / "envs" / "train.in")]
             lines = resolve(wanted, torch_source(choice, torch["index"]), where)
+            lines = sorted(lines + resolve(lines_of(root / "envs" / "train-alone.in"), None, where, bare=True))
             write(
                 lock_file(root, "train", choice), lines, f"torch {choice.version}, {choice.build}, index: {choice.kind}"
             )

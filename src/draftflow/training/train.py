@@ -4,9 +4,11 @@ A run is known by what decides its weights; its checkpoints lie in a folder of t
 from its newest whole checkpoint, and one that is finished only has its outputs written again. No torch in this process.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,13 +52,13 @@ def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.
         SystemExit: with status 143 when a signal stopped the run; a checkpoint was written.
     """
     found = checkpoint.latest(job.checkpoints)
-    if found is not None and found.step == job.settings["training"]["steps"]:
+    if found is not None and found.step == job.steps:
         say(f"training is finished: {found.folder}")
         return found
     _, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
     compile_part = json.loads(job.fingerprint.read_text(encoding="utf-8"))["compile"]
     cache = key.require_warm(warm, key.contents(compile_part, plan))
-    say(f"training on {devices.count} x {devices.slug}, {job.settings['training']['steps']} steps")
+    say(f"training on {devices.count} x {devices.slug}, {job.steps} steps")
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="draftflow-") as folder:
         outcome = _torchrun(job, devices, location.prepare(cache), Path(folder))
@@ -90,11 +92,12 @@ def _torchrun(job: Job, devices: Devices, compile_environment: dict[str, str], e
         stopping: list[int] = []
 
         def pass_on(number: int, _: Any) -> None:
-            say("stopping after this step")
             stopping.append(number)
             workers = [int(path.read_text()) for path in exchange.glob("*.pid")]
             for process in workers or [torchrun.pid]:
-                os.kill(process, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
+            say("stopping after this step")
 
         for number in before:
             signal.signal(number, pass_on)
@@ -158,6 +161,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl")
     parser.add_argument("--tensorboard", type=Path, required=True, help="folder of TensorBoard files")
+    parser.add_argument("--again", action="store_true", help="train again what is finished; a stopped run goes on")
     parser.add_argument("--record", type=Path, required=True, help="train.json")
     arguments = parser.parse_args()
     settings, devices = arguments.settings, from_settings(arguments.settings)
@@ -172,6 +176,9 @@ def main() -> None:
         metrics=arguments.metrics.resolve(),
         tensorboard=arguments.tensorboard.resolve(),
     )
+    if arguments.again and (finished := checkpoint.latest(job.checkpoints)) and finished.step == job.steps:
+        say(f"training again, in place of {finished.folder}")
+        shutil.rmtree(job.checkpoints)
     found = train(job, arguments.warm, devices, record)
     write_text(arguments.metrics, found.metrics())
     fingerprint = json.loads(arguments.fingerprint.read_text(encoding="utf-8"))

@@ -34,6 +34,11 @@ class Job:
     metrics: Path
     tensorboard: Path
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.settings["training"]["steps"]
+
     def write(self, path: Path) -> None:
         """Write to `path`, for `read_job`."""
         write_json(path, {name: value if name == "settings" else str(value) for name, value in vars(self).items()})
