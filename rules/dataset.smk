@@ -21,7 +21,7 @@ if flow.target_package:
         params:
             python=lambda wildcards, input: sys.executable,
         shell:
-            "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.package"
+            "PYTHONPATH=$DRAFTFLOW_SRC${{PYTHONPATH:+:$PYTHONPATH}} {params.python:q} -m draftflow.environment.package"
             " --lock {input.lock:q} --output {output.package:q} --record {output.record:q} 2>&1 | logged {log:q}"
 
 

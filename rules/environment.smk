@@ -16,7 +16,7 @@ rule lock:
         python=sys.executable,
         root=str(workflow.basedir),
     shell:
-        "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.lock"
+        "PYTHONPATH=$DRAFTFLOW_SRC${{PYTHONPATH:+:$PYTHONPATH}} {params.python:q} -m draftflow.environment.lock"
         " --settings {params.settings:q} --root {params.root:q}"
 
 
@@ -48,7 +48,7 @@ rule install:
         python=lambda wildcards, input: sys.executable,
         folder=lambda wildcards: f"results/environments/{wildcards.environment}",
     shell:
-        "PYTHONPATH=$DRAFTFLOW_SRC {params.python:q} -m draftflow.environment.install"
+        "PYTHONPATH=$DRAFTFLOW_SRC${{PYTHONPATH:+:$PYTHONPATH}} {params.python:q} -m draftflow.environment.install"
         " --settings {params.settings:q} {params.lock} --folder {params.folder:q} 2>&1 | logged {log:q}"
 
 

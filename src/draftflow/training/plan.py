@@ -13,9 +13,9 @@ from draftflow.errors import DraftflowError
 # flex_attention's tiles; its kernels refuse other sizes
 CUDA_TILE = 128
 
-# Bytes of the logits of one chunk of the loss: on a CPU what its caches and page tables bear (128 rows of a vocabulary
-# of 49152 ran twice as fast as 512), on a GPU what fills it.
-CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
+# Bytes of the logits of one chunk of the loss: enough rows to keep the matrix product busy, on a CPU little enough for
+# its memory.
+CHUNK_BYTES = {"cpu": 96 * 2**20, "cuda": 2**30}
 
 
 @dataclass(frozen=True)
