@@ -99,7 +99,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """This batch on `device`; copies to a GPU leave from pinned memory and are not waited for."""
-        if device.type == "cpu":
+        if self.input_ids.device.type == device.type:
             return self
         moved = {}
         for field in fields(self):
