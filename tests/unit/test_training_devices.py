@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from draftflow.errors import DraftflowError
-from draftflow.training.devices import Devices, process_environment, resolve_devices
+from draftflow.training.devices import Devices, process_environment, resolve_devices, threads_per_process
 
 
 @dataclass(frozen=True)
@@ -78,5 +78,10 @@ def test_each_process_sees_its_own_device_alone():
 
 def test_processes_share_the_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert process_environment(Devices("cpu", (0, 1, 2), "cpu"), 0)["OMP_NUM_THREADS"] == "2"
-    assert process_environment(Devices("cpu", tuple(range(16)), "cpu"), 0)["OMP_NUM_THREADS"] == "1"
+    assert threads_per_process(Devices("cpu", (0, 1, 2), "cpu")) == {"OMP_NUM_THREADS": "2"}
+    assert threads_per_process(Devices("cpu", tuple(range(16)), "cpu")) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_processes_share_the_threads_that_were_granted(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert threads_per_process(Devices("cpu", (0, 1), "cpu")) == {"OMP_NUM_THREADS": "2"}

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from draftflow.stage import run_stage, write_json
+from draftflow.errors import DraftflowError
+from draftflow.stage import write_json
 
 
 def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, rows: Path, target: Path) -> dict[str, Any]:
@@ -74,9 +75,13 @@ def main() -> None:
     for name in ("fingerprint", "rows", "target", "result"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
-    result = exercise(arguments.settings, arguments.world_size, arguments.fingerprint, arguments.rows, arguments.target)
+    paths = (arguments.fingerprint, arguments.rows, arguments.target)
+    try:
+        result = exercise(arguments.settings, arguments.world_size, *paths)
+    except DraftflowError as error:
+        result = {"refusal": {"what": error.what, "remedy": error.remedy, "where": error.where}}
     write_json(arguments.result, result)
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    main()

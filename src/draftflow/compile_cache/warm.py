@@ -19,7 +19,7 @@ from typing import Any
 from draftflow.compile_cache import key, location
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, stage_parser
-from draftflow.training.devices import Devices, from_settings, process_environment
+from draftflow.training.devices import Devices, from_settings, process_environment, threads_per_process
 from draftflow.training.plan import plan_of_run
 
 
@@ -44,7 +44,8 @@ class WarmUp:
             DraftflowError: the process failed.
         """
         devices = self.devices
-        environment = {**os.environ, **compile_environment, **process_environment(devices, rank)}
+        environment = {**os.environ, **compile_environment, **threads_per_process(devices)}
+        environment |= process_environment(devices, rank)
         with tempfile.TemporaryDirectory(prefix="draftflow-") as folder:
             result = Path(folder) / "result.json"
             command = [sys.executable, "-m", "draftflow.compile_cache.exercise"]
@@ -56,9 +57,11 @@ class WarmUp:
                 [*command, "--result", str(result)], env=environment, stderr=subprocess.PIPE, text=True, check=False
             )
             seconds = time.perf_counter() - start
-            if done.returncode or not result.exists():
-                raise _failed(f"{devices.kind}:{devices.ids[rank]}", done)
-            found = json.loads(result.read_text(encoding="utf-8"))
+            found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        if "refusal" in found:
+            raise DraftflowError(**found["refusal"])
+        if done.returncode or not found:
+            raise _failed(f"{devices.kind}:{devices.ids[rank]}", done)
         return {"process_seconds": round(seconds, 3), **found}
 
 
@@ -113,17 +116,10 @@ def _hits(counts: dict[str, Any]) -> str:
 
 
 def _failed(device: str, done: "subprocess.CompletedProcess[str]") -> DraftflowError:
-    """The refusal of the process if it gave one; its last words otherwise, above."""
     lines = done.stderr.strip().splitlines()
-    refusal = next((line for line in lines if line.startswith(REFUSAL)), None)
-    if refusal is not None:
-        return DraftflowError(refusal.removeprefix(REFUSAL), "Nothing else was done.", device)
     sys.stderr.write(done.stderr)
     last = lines[-1] if lines else f"it ended with status {done.returncode}"
     return DraftflowError(f"Compiling failed: {last}.", "The whole message is above.", device)
-
-
-REFUSAL = "draftflow: error: "
 
 
 def main() -> None:
@@ -137,6 +133,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True, help="warm.json")
     arguments = parser.parse_args()
     record = Record("warm_cache", settings=arguments.settings)
+    arguments.record.unlink(missing_ok=True)  # an interrupted warm-up must not look like the one before
     work = WarmUp(arguments.settings, arguments.fingerprint, arguments.rows, arguments.target)
     warm(work, arguments.cache, arguments.keep, record)
     # relative, so that the project folder can be moved with its warm cache

@@ -95,13 +95,14 @@ def process_environment(devices: Devices, rank: int) -> dict[str, str]:
     Each process calls its GPU cuda:0, so that compiled code does not depend on the number of the device. Ids are
     nvidia-smi's, which counts along the bus; CUDA by itself counts the fastest first.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // devices.count)
     visible = str(devices.ids[rank]) if devices.kind == "cuda" else ""
-    return {
-        "CUDA_VISIBLE_DEVICES": visible,
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
+    return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def threads_per_process(devices: Devices) -> dict[str, str]:
+    """The variable that gives each process its share of the cores, or of the threads that the caller was granted."""
+    granted = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    return {"OMP_NUM_THREADS": str(max(1, granted // devices.count))}
 
 
 def _visible(gpus: Sequence[Gpu]) -> list[Gpu]:

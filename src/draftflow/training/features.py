@@ -9,7 +9,7 @@ from draftflow.training.data import Batch
 from draftflow.training.plan import Plan
 
 # Tokens that the target works on at a time: as few as keep the device busy.
-TOKENS_AT_ONCE = {"cpu": 256, "cuda": 4096}
+TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 4096}
 
 
 class Colocated:

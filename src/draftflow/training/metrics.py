@@ -95,8 +95,7 @@ class Metrics:
         self._file.write(before)
         self._file.flush()
         self._board = SummaryWriter(str(tensorboard), purge_step=first + 1)
-        self._first, self._steps = first, steps
-        self._start, self._said = time.monotonic(), 0.0
+        self._steps, self._said = steps, time.monotonic()
         self.step_ms: list[float] = []
 
     def training(self, step: int, facts: dict[str, Any], step_ms: list[float]) -> None:
@@ -109,7 +108,7 @@ class Metrics:
         now = time.monotonic()
         if now - self._said >= PROGRESS_SECONDS or step == self._steps:
             self._said = now
-            left = (now - self._start) / (step - self._first) * (self._steps - step)
+            left = facts["step_ms"] * (self._steps - step) / 1e3
             say(
                 f"step {step}/{self._steps}: loss {facts['loss']:.3f}, proposal 1 {facts['accuracy'][0]:.1%} right, "
                 f"{facts['step_ms']:.0f} ms a step, {_duration(left)} left"

@@ -1,5 +1,6 @@
 """What the process of one device is made of, for warm-up and training alike."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ def make_process(
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         load_probes_in_process()
+        # a CUDA build says at each start that there is no GPU
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch.manual_seed(hyper.seed)
     train, held_out = read_rows(rows, plan.row_length)
     loaded = load_target(target, device, getattr(torch, plan.precision))

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from draftflow.compile_cache import key, location
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, stage_parser, write_text
 from draftflow.training import checkpoint
-from draftflow.training.devices import Devices, from_settings, process_environment
+from draftflow.training.devices import Devices, from_settings, threads_per_process
 from draftflow.training.plan import plan_of_run
 from draftflow.training.worker import Job
 
@@ -81,8 +82,7 @@ def _torchrun(job: Job, devices: Devices, compile_environment: dict[str, str], e
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += ["--max-restarts", "0", "-m", "draftflow.training.worker"]
     command += ["--job", str(exchange / "job.json"), "--exchange", str(exchange)]
-    threads = process_environment(devices, 0)["OMP_NUM_THREADS"]
-    environment = {**os.environ, **compile_environment, "OMP_NUM_THREADS": threads}
+    environment = {**os.environ, **compile_environment, **threads_per_process(devices)}
     log = exchange / "torchrun.log"
     with log.open("wb") as stream:
         # A session of its own: a signal to the terminal's processes must not make torchrun kill the workers.
@@ -119,6 +119,13 @@ def _failure(exchange: Path, log: str, stopping: bool) -> BaseException:
     for error in errors:
         if "what" in error:
             return DraftflowError(**error)
+    killed = re.search(r"Root Cause.*?exitcode +: -(\d+)", log, re.DOTALL)  # the others then lose their connection
+    if killed and not stopping:
+        cause = ", perhaps for want of memory" if killed[1] == "9" else ""
+        return DraftflowError(
+            f"A training process was killed by signal {killed[1]}{cause}.",
+            "See `dmesg`; checkpoints are kept, and the same command resumes.",
+        )
     if errors:
         trace = errors[0]["traceback"]
         sys.stderr.write(trace)
@@ -130,10 +137,7 @@ def _failure(exchange: Path, log: str, stopping: bool) -> BaseException:
         say("stopped before the first step; start again by running the same command")
         return SystemExit(STOPPED)
     sys.stderr.write(log)
-    return DraftflowError(
-        "A training process ended without a word, perhaps killed for want of memory.",
-        "Look at the lines above and at `dmesg`; checkpoints are kept, and the same command resumes.",
-    )
+    return DraftflowError("The training processes ended without a word.", "What torchrun said is above.")
 
 
 def losses(metrics: str) -> dict[str, Any]:
