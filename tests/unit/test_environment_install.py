@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from wheels import index_pages, isolate, record_hash, served, torch_wheel, wheel
 
+from draftflow.environment import install as installing
 from draftflow.environment import lock as locks
 from draftflow.environment import record as records
 from draftflow.environment.builds import Choice
@@ -174,7 +175,21 @@ def test_an_edit_in_the_uv_cache_does_not_reach_an_environment(lock: Path, tmp_p
     cached = next((tmp_path / "uv-cache").rglob("numpy/__init__.py"))
     cached.write_text("value = 'tampered'\n")
     assert run(tmp_path / "env", "import numpy; print(numpy.value)") == "1"
-    refused(tmp_path / "again", lock, "__init__.py is changed", "uv cache clean")
+    # a new one is made past the cache
+    assert make(tmp_path / "again", lock)["fetched_anew"] == ["numpy==1.0"]
+    assert run(tmp_path / "again", "import numpy; print(numpy.value)") == "1"
+    cached.write_text("value = 1\n" + cached.read_text().partition("\n")[2])
+
+
+def test_an_environment_that_stays_damaged_is_refused(lock: Path, tmp_path: Path, monkeypatch):
+    fill = installing.fill
+
+    def fill_and_edit(into, *arguments, **options):
+        fill(into, *arguments, **options)
+        next(Path(into[1]).parents[1].rglob("numpy/__init__.py")).write_text("value = 'tampered'\n")
+
+    monkeypatch.setattr(installing, "fill", fill_and_edit)
+    refused(tmp_path / "env", lock, "__init__.py is changed")
 
 
 def test_what_a_killed_install_left_is_removed(lock: Path, tmp_path: Path):
@@ -209,10 +224,10 @@ def test_verifying_sees_each_kind_of_damage(damage, words: str, tmp_path: Path):
     (site / "numpy.py").write_text("value = 1\n")
     row = f"numpy.py,{record_hash(b'value = 1' + bytes([10]))},10\n"
     (site / "numpy-1.0.dist-info" / "RECORD").write_text(row + "numpy-1.0.dist-info/RECORD,,\n")
-    assert records.verify(site, "test") == records.Verified(files=1, bytes=10)
+    assert records.inspect(site) == records.Inspection(files=1, bytes=10, problems=[], packages=[])
     damage(site)
     with pytest.raises(DraftflowError, match=words):
-        records.verify(site, "test")
+        records.require_whole(records.inspect(site), "test")
 
 
 def test_a_model_package_is_installed_without_what_it_depends_on(wheels: Path, tmp_path: Path):

@@ -66,8 +66,7 @@ def install(folder: Path, lock: Path, choice: Choice | None, index: str, python:
             )
             fill(["--python", str(venv / "bin" / "python")], lock, source, where)
         site = next(venv.glob("lib/python3*/site-packages"))
-        with record.part("verify"):
-            verified = records.verify(site, str(lock))
+        verified = verify(["--python", str(venv / "bin" / "python")], site, lock, source, where, record)
         facts = records.torch_facts(site)
         if choice and facts["cuda"] != CUDA[choice.build]:
             has = f"CUDA {facts['cuda']}" if facts["cuda"] else "the CPU"
@@ -145,25 +144,59 @@ def fresh(folder: Path) -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def fill(into: list[str], lock: Path, source: str | None, where: Sources) -> None:
+def verify(
+    into: list[str], site: Path, lock: Path, source: str | None, where: Sources, record: Record
+) -> records.Inspection:
+    """Verify what `fill` installed; a package that came changed out of the uv cache is fetched once more, past it.
+
+    An edit in any environment that uv linked to its cache changes the cache, and uv does not look.
+
+    Raises:
+        DraftflowError: a file is not what its package recorded after all.
+    """
+    with record.part("verify"):
+        found = records.inspect(site)
+    if found.packages:
+        names = [package.partition("==")[0] for package in found.packages]
+        clean = f"`uv cache clean {' '.join(names)}`"
+        say(f"the uv cache holds changed files of {', '.join(found.packages)} ({clean}): fetching anew, past it")
+        record["fetched_anew"] = found.packages
+        with record.part("copy"):
+            fill(into, lock, source, where, only=names)
+        with record.part("verify"):
+            found = records.inspect(site)
+    records.require_whole(found, str(lock))
+    return found
+
+
+def fill(into: list[str], lock: Path, source: str | None, where: Sources, only: list[str] | None = None) -> None:
     """Install what a lock names, as copies; `into` says where (`--python` of a venv, or `--target`).
+
+    `only` some packages are installed again without the uv cache.
 
     The uv cache is tried first and alone: it answers without a network, and no index can offer another file. Then the
     index with the user's folders of wheels, then, where the index is not reachable, the user's further indexes.
     Never both at once: uv takes a package from the first index that has its version, whatever the hash.
     """
     requirements = locks.requirements(lock)
+    again: list[str] = []
+    if only is not None:
+        wanted = {_normal(name) for name in only}
+        requirements = [line for line in requirements if _normal(line.partition("==")[0]) in wanted]
+        again = ["--reinstall", "--no-cache"]
     links = [argument for link in where.find_links for argument in ("--find-links", link)]
     usual = [*links, *(["--no-index"] if where.no_index else [])]
     torch = [line for line in requirements if line.startswith("torch==")] if source else []
     rest = [line for line in requirements if line not in torch]
 
     def pip_install(lines: list[str], flags: list[str]) -> None:
+        if not lines:
+            return
         # `===`, because 2.13.0+cpu satisfies ==2.13.0 and would be taken from a folder of wheels
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write("\n".join(line.replace("==", "===", 1) for line in lines))
             file.flush()
-            strict = ["--require-hashes", "--no-deps", "--no-build", "--link-mode", "copy"]
+            strict = ["--require-hashes", "--no-deps", "--no-build", "--link-mode", "copy", *again]
             run(["pip", "install", *into, *strict, *flags, "-r", file.name], where.environment, str(lock))
 
     def attempt(flags: list[str], torch_flags: list[str]) -> None:
@@ -173,9 +206,10 @@ def fill(into: list[str], lock: Path, source: str | None, where: Sources) -> Non
             pip_install(torch, [*place, *torch_flags])
 
     attempts: list[Callable[[], None]] = [
-        lambda: attempt(["--offline", *usual], ["--offline"]),
         lambda: attempt(usual, []),
     ]
+    if only is None:
+        attempts.insert(0, lambda: attempt(["--offline", *usual], ["--offline"]))
     if where.extra and not where.no_index:
         first, *others = where.extra
         further = ["--default-index", first, *(part for other in others for part in ("--index", other))]
@@ -186,7 +220,11 @@ def fill(into: list[str], lock: Path, source: str | None, where: Sources) -> Non
             return each()
         except DraftflowError as refusal:
             refusals.append(refusal)
-    raise refusals[1]
+    raise refusals[0 if only is not None else 1]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def write_wrapper(venv: Path, text: str) -> None:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from draftflow.environment import record as records
-from draftflow.environment.install import fill, fresh
+from draftflow.environment.install import fill, fresh, verify
 from draftflow.environment.uv import sources
 from draftflow.stage import Record, run_stage, say, stage_parser
 
@@ -15,12 +15,13 @@ def install_package(folder: Path, lock: Path, record: Record) -> None:
     Raises:
         DraftflowError: index not reachable, hash mismatch, or a changed file.
     """
+    where = sources()
     with fresh(folder) as new:
+        into = ["--python", sys.executable, "--target", str(new)]
         with record.part("copy"):
-            fill(["--python", sys.executable, "--target", str(new)], lock, None, sources())
+            fill(into, lock, None, where)
         (new / ".lock").unlink(missing_ok=True)  # uv's own
-        with record.part("verify"):
-            verified = records.verify(new, str(lock))
+        verified = verify(into, new, lock, None, where, record)
         record["packages"] = records.packages(site=new)
     record["files"], record["bytes"] = verified.files, verified.bytes
     say(f"{lock.stem}: {verified.files} files, {verified.bytes / 1e6:.0f} MB")

@@ -22,43 +22,65 @@ _INSTALLER_FILES = ("INSTALLER", "RECORD", "REQUESTED", "direct_url.json", "uv_c
 
 
 @dataclass(frozen=True)
-class Verified:
-    """What `verify` hashed: number of files and their bytes."""
+class Inspection:
+    """What `inspect` found.
+
+    Attributes:
+        files, bytes: number of hashed files, and their bytes.
+        problems: one line each.
+        packages: those whose own files are changed or missing, as `name==version`.
+    """
 
     files: int
     bytes: int
+    problems: list[str]
+    packages: list[str]
 
 
-def verify(site: Path, where: str) -> Verified:
+def inspect(site: Path) -> Inspection:
     """Hash every file that a RECORD in `site` names, and see that nothing else lies there.
 
-    Raises:
-        DraftflowError: a file is changed, missing, in no RECORD, or shares its inode with the uv cache, where an edit
-            made anywhere would reach this environment.
+    A file is a problem if it is changed, missing, in no RECORD, or shares its inode with the uv cache, where an edit
+    made anywhere would reach this environment.
     """
     rows = [
-        (site / path, digest) for record in sorted(site.glob("*.dist-info/RECORD")) for path, digest in _rows(record)
+        (site / path, digest, record.parent.name.removesuffix(".dist-info").replace("-", "=="))
+        for record in sorted(site.glob("*.dist-info/RECORD"))
+        for path, digest in _rows(record)
     ]
-    known = {path for path, _ in rows}
+    known = {path for path, _, _ in rows}
+    # uv's own hook is there before any package
+    expected = ("_virtualenv.py", "_virtualenv.pth")
     strangers = [
-        path for path in site.rglob("*") if path not in known and path.is_file() and path.parent.name != "__pycache__"
-    ]
-    # uv's own hook, there before any package
-    bad = [
-        f"{path.name} is in no RECORD" for path in strangers if path.name not in ("_virtualenv.py", "_virtualenv.pth")
+        f"{path.name} is in no RECORD"
+        for path in site.rglob("*")
+        if path not in known and path.is_file() and path.parent.name != "__pycache__" and path.name not in expected
     ]
     hashed = [row for row in rows if row[1]]
     with ThreadPoolExecutor(2) as pool:  # hashlib releases the interpreter's lock
-        results = list(pool.map(_check, hashed))
-    bad += [problem for problem, _ in results if problem]
-    if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        results = list(pool.map(lambda row: _check(row[:2]), hashed))
+    bad = [(problem, row[2]) for (problem, _), row in zip(results, hashed, strict=True) if problem]
+    return Inspection(
+        len(results),
+        sum(size for _, size in results),
+        strangers + [problem for problem, _ in bad],
+        sorted({package for _, package in bad}),
+    )
+
+
+def require_whole(found: Inspection, where: str) -> None:
+    """Refuse an environment in which something is not as it was packed.
+
+    Raises:
+        DraftflowError: there is a problem.
+    """
+    if found.problems:
+        more = f" and {len(found.problems) - 1} more" if len(found.problems) > 1 else ""
         raise DraftflowError(
-            f"An installed file is not what its package recorded: {bad[0]}{more}.",
-            "The uv cache holds a changed copy: `uv cache clean`, then run again.",
+            f"An installed file is not what its package recorded: {found.problems[0]}{more}.",
+            "Something changes files while they are installed; run again without it.",
             where,
         )
-    return Verified(len(results), sum(size for _, size in results))
 
 
 def packages(names: list[str] | None = None, site: Path | None = None) -> dict[str, dict[str, str]]:
