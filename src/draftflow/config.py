@@ -144,7 +144,7 @@ class Steps(Block):
     """Optimizer steps by kind of device, so that one config serves a laptop and a GPU."""
 
     cpu: int = Field(240, ge=1, description="Steps on CPUs.")
-    cuda: int = Field(3000, ge=1, description="Steps on GPUs.")
+    cuda: int = Field(400, ge=1, description="Steps on GPUs.")
 
 
 class Training(Block):
