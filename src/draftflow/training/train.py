@@ -130,7 +130,7 @@ def _failure(exchange: Path, log: str, stopping: bool) -> BaseException:
         trace = errors[0]["traceback"]
         sys.stderr.write(trace)
         return DraftflowError(
-            f"A training process failed: {trace.strip().splitlines()[-1]}",
+            f"A training process failed: {trace.strip().splitlines()[-1].rstrip('.')}.",
             "The traceback is above; checkpoints are kept, and the same command resumes.",
         )
     if stopping:
