@@ -7,7 +7,7 @@ rule warm_cache:
         target=rules.prepare_target.output.description,
         fingerprint=fingerprint(flow.environment),
         python=str(flow.environment.python),
-        code=code("compile_cache.warm", "training.step"),
+        code=code("compile_cache.warm", "compile_cache.exercise"),
     output:
         str(flow.warm_record),
     log:

@@ -143,7 +143,7 @@ class Drafter(Block):
 class Steps(Block):
     """Optimizer steps by kind of device, so that one config serves a laptop and a GPU."""
 
-    cpu: int = Field(240, ge=1, description="Steps on CPUs.")
+    cpu: int = Field(200, ge=1, description="Steps on CPUs.")
     cuda: int = Field(400, ge=1, description="Steps on GPUs.")
 
 
@@ -176,8 +176,8 @@ class Training(Block):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Compute precision; master weights are fp32. auto: bf16 on GPUs, fp32 on CPUs."
     )
-    evaluate_every: int = Field(60, ge=1, description="Steps between evaluations on the held-out rows.")
-    checkpoint_every: int = Field(120, ge=1, description="Steps between checkpoints; SIGTERM writes one as well.")
+    evaluate_every: int = Field(50, ge=1, description="Steps between evaluations on the held-out rows.")
+    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints; SIGTERM writes one as well.")
     feature_cache_gb: float = Field(
         2.0,
         ge=0,
@@ -189,7 +189,7 @@ class Training(Block):
 class Checks(Block):
     """What must hold before a drafter is called trained."""
 
-    prompts: int = Field(24, ge=2, description="Held-out prompts on which acceptance is measured.")
+    prompts: int = Field(20, ge=2, description="Held-out prompts on which acceptance is measured.")
     max_new_tokens: int = Field(48, ge=2, description="Tokens generated per prompt.")
     acceptance_floor: float = Field(
         1.1, ge=1, description="Least acceptance length on held-out prompts (tokens per target forward; 1 is no gain)."

