@@ -79,7 +79,9 @@ os.environ["DRAFTFLOW_SRC"] = str(Path(workflow.basedir) / "src")
 
 # What a stage prints is seen and kept. A signal to all processes of a job must not end this before the stage has
 # written its last words. A prefix of one's own replaces Snakemake's, strict mode included.
-shell.prefix("set -euo pipefail; logged() {{ (trap '' INT TERM HUP; exec tee \"$1\"); }}; ")
+shell.prefix(
+    "set -euo pipefail; logged() {{ (trap '' INT TERM HUP; exec tee \"$1\"); }}; "
+)
 
 # GPUs are counted only against a limit, and a profile or --resources may give another.
 if "gpu" not in workflow.global_resources:

@@ -30,6 +30,11 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, float) else value
 
 
+def _as_number(value: Any) -> Any:
+    """A number on the command line (`--config training='{devices: 2}'`) arrives as text."""
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
 class Torch(Block):
     """Which torch build trains, and where its packages come from."""
 
@@ -150,7 +155,7 @@ class Steps(Block):
 class Training(Block):
     """The training run."""
 
-    devices: int | list[int] | str = Field(
+    devices: Annotated[int | list[int] | str, BeforeValidator(_as_number)] = Field(
         "auto",
         description="auto: all visible GPUs, or the CPU where there is none. A number of GPUs, a list of GPU ids,\n"
         "`cpu`, or `cpu:N` for N processes.",

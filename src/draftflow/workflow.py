@@ -18,6 +18,7 @@ from draftflow.config import Config
 from draftflow.environment import builds, lock
 from draftflow.errors import DraftflowError
 from draftflow.training.devices import Devices, resolve_devices
+from draftflow.training.plan import check_rows
 
 RESULTS = Path("results")
 
@@ -222,7 +223,7 @@ class Workflow:
         """What shapes the compiled step: the settings of warm-up, and a part of those of training."""
         config, devices = self.config, self.devices
         training = config.training
-        return {
+        settings = {
             "drafter": config.drafter.model_dump(mode="json"),
             "row_length": config.dataset.row_length,
             "rows_per_step": training.rows_per_step,
@@ -230,6 +231,8 @@ class Workflow:
             "precision": training.precision,
             "devices": {"kind": devices.kind, "ids": list(devices.ids), "slug": devices.slug},
         }
+        check_rows(settings, devices.kind, devices.count)
+        return settings
 
     @cached_property
     def training_settings(self) -> dict[str, Any]:

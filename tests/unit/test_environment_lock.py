@@ -103,8 +103,10 @@ def test_the_stage_writes_what_the_configuration_needs_and_says_what_changed(
     root = tmp_path / "project"
     (root / "envs").mkdir(parents=True)
     (root / "envs" / "train.in").write_text("accelerate  # a comment\n")
+    (root / "envs" / "train-alone.in").write_text("reference==0.1\n")
     (root / "envs" / "dataset.in").write_text("numpy\n")
     wheel(wheels / "pypi", "llm_model", "0.1")
+    wheel(wheels / "pypi", "reference", "0.1", requires=["not-to-be-had"])
     torch_wheel(wheels / "pypi", "2.10.0", "12.8")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels / "pypi"))
@@ -117,7 +119,7 @@ def test_the_stage_writes_what_the_configuration_needs_and_says_what_changed(
     locks.main()
     names = ["dataset.txt", "target-llm-model.txt", "train-2.10.0-cu128-pypi.txt", "train-2.11.0-cu130-pypi.txt"]
     assert sorted(path.name for path in (root / "envs" / "locks").iterdir()) == names
-    assert "train-2.11.0-cu130-pypi.txt: new, 4 packages" in capsys.readouterr().out
+    assert "train-2.11.0-cu130-pypi.txt: new, 5 packages" in capsys.readouterr().out
 
     before = (root / "envs" / "locks" / "dataset.txt").stat().st_mtime_ns
     wheel(wheels / "pypi", "triton", "3.0", {"triton/__init__.py": "changed = True\n"})

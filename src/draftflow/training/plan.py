@@ -43,16 +43,8 @@ class Plan:
     drafter: dict[str, Any]
 
 
-def make_plan(
-    shape: Mapping[str, Any], settings: Mapping[str, Any], device_kind: Literal["cpu", "cuda"], world_size: int
-) -> Plan:
-    """The plan of a run.
-
-    Args:
-        shape: the fields of a `DrafterShape`.
-        settings: with the keys `row_length`, `rows_per_step`, `anchors_per_row` and `precision` of the configuration.
-        device_kind: `cpu` or `cuda`.
-        world_size: number of devices.
+def check_rows(settings: Mapping[str, Any], device_kind: str, world_size: int) -> None:
+    """Refuse rows that the devices cannot share; known before anything is built. Arguments as of `make_plan`.
 
     Raises:
         DraftflowError: the rows do not divide among the devices, or the row is not a multiple of a GPU's tile.
@@ -70,13 +62,30 @@ def make_plan(
             f"Use a multiple of {CUDA_TILE}, such as {-(-row_length // CUDA_TILE) * CUDA_TILE}.",
             "config key dataset.row_length",
         )
+
+
+def make_plan(
+    shape: Mapping[str, Any], settings: Mapping[str, Any], device_kind: Literal["cpu", "cuda"], world_size: int
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        shape: the fields of a `DrafterShape`.
+        settings: with the keys `row_length`, `rows_per_step`, `anchors_per_row` and `precision` of the configuration.
+        device_kind: `cpu` or `cuda`.
+        world_size: number of devices.
+
+    Raises:
+        DraftflowError: the rows do not divide among the devices, or the row is not a multiple of a GPU's tile.
+    """
+    check_rows(settings, device_kind, world_size)
     bf16 = settings["precision"] == "bf16" or (settings["precision"] == "auto" and device_kind == "cuda")
     rows_of_logits = CHUNK_BYTES[device_kind] // (4 * shape["vocab_size"])
     return Plan(
         device_kind=device_kind,
         precision="bfloat16" if bf16 else "float32",
-        rows=rows // world_size,
-        row_length=row_length,
+        rows=settings["rows_per_step"] // world_size,
+        row_length=settings["row_length"],
         anchors=settings["anchors_per_row"],
         block_size=shape["block_size"],
         loss_chunk=max(32, rows_of_logits // 32 * 32),
