@@ -29,7 +29,7 @@ def test_anchor_at_the_first_token_of_a_document_has_no_context():
 
 
 def by_definition(anchors, documents, block_size):
-    """The predicate of reference/dflash.md 1.5 with documents, one pair at a time."""
+    """The predicate with documents, one pair at a time."""
     (batch, length), count = documents.shape, anchors.positions.shape[1]
     mask = torch.zeros(batch, 1, count * block_size, length + count * block_size, dtype=torch.bool)
     for b in range(batch):

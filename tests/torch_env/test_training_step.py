@@ -27,7 +27,7 @@ def loop(case, tmp_path):
 
 
 def reference_loss(loop, drafter, batch, features):
-    """The loss of reference/dflash.md 1.4, written out: logits of every block position, no chunks, no selection."""
+    """The loss, written out: logits of every block position, no chunks, no selection."""
     step = loop.process.step
     embeddings = step.target.embed_weight[batch.block_tokens]
     mask = allowed(batch.anchors, batch.document_ids, step.plan.block_size)

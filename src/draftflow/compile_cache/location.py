@@ -1,7 +1,7 @@
 """Where compiled code is kept, and every setting that is part of its key: one place, for warm-up and training alike.
 
 All of it goes through environment variables that are set before the process starts, since a setting made through
-torch's config in one thread is not seen by another (reference/compile.md, 2), and changes the key.
+torch's config in one thread is not seen by another, and changes the key.
 Standard library only.
 """
 

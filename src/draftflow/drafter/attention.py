@@ -1,7 +1,7 @@
 """Attention of the drafter: flex_attention under a BlockMask, SDPA under a dense mask on CPUs; never dense on a GPU.
 
 flex_attention is block-sparse only when compiled. There are many ways in which a compiled call falls back to the dense
-one, most of them without an error (reference/compile.md, 3); they all end in `math_attention`, which is why the guard
+one, most of them without an error; they all end in `math_attention`, which is why the guard
 stands there. At training length dense means hundreds of gigabytes.
 """
 

@@ -1,5 +1,5 @@
 """The native checkpoint format of DFlash drafters: config.json and model.safetensors, as PyPI `dflash`, SGLang and vLLM
-read it (reference/dflash.md, 2.1 and 2.2). Servers ignore a tensor whose name they do not know, or one that is missing,
+read it. Servers ignore a tensor whose name they do not know, or one that is missing,
 so names and shapes are checked here, both ways.
 """
 

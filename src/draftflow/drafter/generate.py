@@ -2,7 +2,7 @@
 
 Each round drafts a block after the last token, lets the target judge all proposals in one forward, keeps the longest
 prefix of proposals that the target would have chosen itself, and adds the target's own next token. So the tokens are
-the target's greedy tokens whatever the drafter proposes (reference/dflash.md, 1.7).
+the target's greedy tokens whatever the drafter proposes.
 
 That holds in exact arithmetic. In floating point the target's logits for a token depend a little on how many tokens its
 forward covers, since matrix products of different shapes sum in different orders. Where the two best logits are closer

@@ -7,7 +7,7 @@ KV = S + Q columns. A row of a block sees exactly two intervals of columns:
     its own block, in both directions                         [S + j * block_size, S + (j + 1) * block_size)
 
 The anchor itself is not in the context: at inference it is the token that the target has just chosen, whose features
-do not exist yet. Predicate: reference/dflash.md, 1.5. A block in an invalid slot sees only itself, so that its softmax
+do not exist yet. A block in an invalid slot sees only itself, so that its softmax
 is defined; it is not supervised.
 """
 

@@ -3,7 +3,7 @@
 Per block of B tokens, [anchor, MASK, .., MASK], one forward gives the hidden states from which the target's own head
 reads all B - 1 proposals at once. What the target knows comes in as keys and values: its tapped features go through
 `fc` and `hidden_norm` once, and every layer projects the result with the same k_proj and v_proj as the block's own
-states ("KV injection", reference/dflash.md, 1.1). Queries come from the block rows only. Parameter names are those of
+states ("KV injection", arXiv 2602.06036). Queries come from the block rows only. Parameter names are those of
 the native checkpoint format.
 
 Weights stay fp32; everything is computed in the dtype of the features, each weight cast where it is used.

@@ -18,7 +18,7 @@ class FeatureExtractor:
     """Tapped hidden states of a target; layer id `i` gives what Hugging Face calls `hidden_states[i + 1]`.
 
     That is the output of layer `i` (from 0), but for the last layer it is the output of the final norm, which is what
-    inference engines that read `hidden_states` feed to the drafter (reference/dflash.md 1.2).
+    inference engines that read `hidden_states` feed to the drafter.
 
     Args:
         target: the frozen target.

@@ -7,7 +7,7 @@ def tap_layers(num_hidden_layers: int, taps: int) -> list[int]:
     """Indices (from 0) of `taps` target layers, spread evenly from the second to the third from last.
 
     id_i = round(1 + i (T - 4) / (n - 1)), i = 0..n-1, for T layers and n taps; [T // 2] for one tap
-    (reference/dflash.md 1.2). T = 36, n = 5 gives [1, 9, 17, 25, 33].
+    (PyPI's `dflash`). T = 36, n = 5 gives [1, 9, 17, 25, 33].
 
     Raises:
         DraftflowError: the target has too few layers for that many different taps.
