@@ -2,7 +2,7 @@
 
     L = sum_jk m_jk w_k CE(logits_jk, x_{a_j + k}) / sum_jk m_jk w_k ,   w_k = exp(-(k - 1) / gamma), k >= 1
 
-(arXiv 2602.06036, equation 4): position k of block j predicts the token at its own position, m says where it is supervised.
+(arXiv 2602.06036, equation 4): position k of block j predicts the token at its own position, m says where.
 
 Logits [M, V] are far larger than anything else in the step: 4,096 rows of a vocabulary of 152k take 2.5 GB in fp32. So
 they are made in chunks of rows, and since the head is frozen and the loss is the last thing in the graph, the
