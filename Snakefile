@@ -2,7 +2,8 @@
 #
 #   results/environments/<env_id>/               venv/ install.json fingerprint.json
 #   results/targets/<target_id>/                 tokenizer/ target.json
-#   results/datasets/<dataset_id>/               conversations.jsonl rows.safetensors held_out.jsonl
+#   results/conversations/<conversations_id>/    conversations.jsonl, responses.jsonl where the target writes them
+#   results/datasets/<dataset_id>/               rows.safetensors held_out.jsonl
 #   results/compile-cache/<env_id>/<device kind>/  what is compiled, and <step>/warm.json
 #   results/runs/<run>/<env_id>/                 train.json metrics.jsonl checkpoints/ drafter/ checks/ checks.json
 #   logs/                                        the same stems, .log and .benchmark.tsv

@@ -22,9 +22,10 @@ rule check_weights:
     params:
         checkpoints=f"{RUN}/checkpoints",
         device=flow.devices.kind,
+        device_variables=on_first_device(),
         target=TARGET,
     shell:
-        "{input.python:q} -m draftflow.checks.weights --drafter {input.drafter:q} --checkpoints {params.checkpoints:q}"
+        "{params.device_variables} {input.python:q} -m draftflow.checks.weights --drafter {input.drafter:q} --checkpoints {params.checkpoints:q}"
         " --train {input.train:q} --rows {input.rows:q} --target {params.target:q} --device {params.device}"
         " --record {output:q} 2>&1 | logged {log:q}"
 
@@ -54,9 +55,10 @@ rule check_generation:
             )
         ),
         device=flow.devices.kind,
+        device_variables=on_first_device(),
         target=TARGET,
     shell:
-        "{input.python:q} -m draftflow.checks.generation --settings {params.settings:q} --drafter {input.drafter:q}"
+        "{params.device_variables} {input.python:q} -m draftflow.checks.generation --settings {params.settings:q} --drafter {input.drafter:q}"
         " --target {params.target:q} --held-out {input.held_out:q} --device {params.device}"
         " --record {output.record:q} --table {output.table:q} 2>&1 | logged {log:q}"
 

@@ -1,6 +1,7 @@
 # Functions only: what the rules take from the configuration. The logic is in src/draftflow/workflow.py.
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(workflow.basedir) / "src"))
@@ -8,6 +9,7 @@ sys.path.insert(0, str(Path(workflow.basedir) / "src"))
 from draftflow import config as configuration
 from draftflow import sources
 from draftflow.errors import DraftflowError
+from draftflow.training.devices import process_environment
 from draftflow.workflow import Workflow
 
 
@@ -56,6 +58,12 @@ def requirements(environment):
     """What an external interpreter must have for the stages that run in it."""
     name = "train" if environment == flow.environment.id else "dataset"
     return f"{workflow.basedir}/envs/{name}.in"
+
+
+def on_first_device():
+    """Variables for a stage that works on one device: it sees the first of the run and no other."""
+    visible = process_environment(flow.devices, 0)
+    return " ".join(f"{name}={value}" for name, value in visible.items())
 
 
 def gpus_of_run(wildcards):

@@ -3,7 +3,6 @@
 
 rule warm_cache:
     input:
-        rows=rules.pack_rows.output.rows,
         target=rules.prepare_target.output.description,
         fingerprint=fingerprint(flow.environment),
         python=str(flow.environment.python),
@@ -23,8 +22,9 @@ rule warm_cache:
     params:
         settings=as_json(flow.step_settings),
         cache=str(flow.compile_cache),
+        fresh=lambda wildcards, input: "--fresh" if forced("warm_cache") else "",
         target=TARGET,
     shell:
         "{input.python:q} -m draftflow.compile_cache.warm --settings {params.settings:q}"
-        " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
-        " --cache {params.cache:q} --record {output:q} 2>&1 | logged {log:q}"
+        " --fingerprint {input.fingerprint:q} --target {params.target:q}"
+        " --cache {params.cache:q} --record {output:q} {params.fresh} 2>&1 | logged {log:q}"

@@ -1,5 +1,6 @@
 # target, prompts, responses, packed rows
 TARGET = str(flow.target_folder)
+CONVERSATIONS = str(flow.conversations_folder)
 DATASET = str(flow.dataset_folder)
 DATASET_PYTHON = str(flow.dataset_environment.python)
 
@@ -57,12 +58,12 @@ rule read_conversations:
         python=DATASET_PYTHON,
         code=code("dataset.read"),
     output:
-        conversations=f"{DATASET}/conversations.jsonl",
-        record=f"{DATASET}/conversations.json",
+        conversations=f"{CONVERSATIONS}/conversations.jsonl",
+        record=f"{CONVERSATIONS}/conversations.json",
     log:
-        log_of(f"{DATASET}/conversations"),
+        log_of(f"{CONVERSATIONS}/conversations"),
     benchmark:
-        benchmark_of(f"{DATASET}/conversations")
+        benchmark_of(f"{CONVERSATIONS}/conversations")
     params:
         settings=as_json({"responses": flow.config.dataset.responses}),
     shell:
@@ -70,40 +71,45 @@ rule read_conversations:
         " --output {output.conversations:q} --record {output.record:q} {input.sources:q} 2>&1 | logged {log:q}"
 
 
-rule regenerate_responses:
-    input:
-        conversations=rules.read_conversations.output.conversations,
-        target=rules.prepare_target.output.description,
-        python=str(flow.response_environment.python),
-        code=code("dataset.regenerate"),
-    output:
-        responses=f"{DATASET}/responses.jsonl",
-        record=f"{DATASET}/responses.json",
-    log:
-        log_of(f"{DATASET}/responses"),
-    benchmark:
-        benchmark_of(f"{DATASET}/responses")
-    threads: all_cores
-    resources:
-        gpu=lambda wildcards: min(1, gpus_of_run(wildcards)),
-        nodes=1,
-    params:
-        settings=as_json(
-            flow.config.dataset.regenerate.model_dump(mode="json", exclude={"torch"})
-        ),
-        device=flow.devices.kind,
-        target=TARGET,
-    shell:
-        "{input.python:q} -m draftflow.dataset.regenerate --settings {params.settings:q} --device {params.device}"
-        " --target {params.target:q} --conversations {input.conversations:q}"
-        " --output {output.responses:q} --record {output.record:q} 2>&1 | logged {log:q}"
+if flow.regenerates:
+
+    rule regenerate_responses:
+        input:
+            conversations=rules.read_conversations.output.conversations,
+            target=rules.prepare_target.output.description,
+            python=str(flow.response_environment.python),
+            code=code("dataset.regenerate"),
+        output:
+            responses=f"{CONVERSATIONS}/responses.jsonl",
+            record=f"{CONVERSATIONS}/responses.json",
+        log:
+            log_of(f"{CONVERSATIONS}/responses"),
+        benchmark:
+            benchmark_of(f"{CONVERSATIONS}/responses")
+        threads: all_cores
+        resources:
+            gpu=lambda wildcards: min(1, gpus_of_run(wildcards)),
+            nodes=1,
+        params:
+            settings=as_json(
+                flow.config.dataset.regenerate.model_dump(
+                    mode="json", exclude={"torch"}
+                )
+            ),
+            device=flow.devices.kind,
+            device_variables=on_first_device(),
+            target=TARGET,
+        shell:
+            "{params.device_variables} {input.python:q} -m draftflow.dataset.regenerate --settings {params.settings:q} --device {params.device}"
+            " --target {params.target:q} --conversations {input.conversations:q}"
+            " --output {output.responses:q} --record {output.record:q} 2>&1 | logged {log:q}"
 
 
 rule pack_rows:
     input:
         conversations=(
             rules.regenerate_responses.output.responses
-            if flow.config.dataset.responses == "regenerate"
+            if flow.regenerates
             else rules.read_conversations.output.conversations
         ),
         target=rules.prepare_target.output.description,

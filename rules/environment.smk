@@ -4,13 +4,9 @@ rule lock:
     params:
         settings=as_json(
             {
-                "torch": flow.config.torch.model_dump(),
-                "target": flow.config.target.model_dump(mode="json"),
-                "regenerate_torch": (
-                    flow.config.dataset.regenerate.torch
-                    if flow.config.dataset.responses == "regenerate"
-                    else None
-                ),
+                "choices": [asdict(choice) for choice in flow.locked_choices],
+                "index": flow.config.torch.index,
+                "source": flow.config.target.source,
             }
         ),
         python=sys.executable,

@@ -152,6 +152,9 @@ class Steps(Block):
     cuda: int = Field(400, ge=1, description="Steps on GPUs.")
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Training(Block):
     """The training run."""
 
@@ -173,9 +176,9 @@ class Training(Block):
     )
     min_learning_rate: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a share of the peak.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay of the matrices.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW momentum coefficients.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW momentum coefficients.")
     clip_norm: float = Field(1.0, gt=0, description="Largest global norm of the gradient.")
-    loss_decay: float | Literal["auto"] = Field(
+    loss_decay: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto", description="gamma of the loss weights exp(-(k-1)/gamma). auto: 4, 5, 7 at block size 8, 10, 16."
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(

@@ -110,13 +110,37 @@ class Workflow:
         """Where the target writes responses."""
         if self.config.torch.build == "external":
             return self._external(with_packages=False)
+        assert self.response_choice is not None
+        return self._locked("train", self.response_choice)
+
+    @property
+    def regenerates(self) -> bool:
+        """Whether the target writes the responses."""
+        return self.config.dataset.responses == "regenerate"
+
+    @cached_property
+    def response_choice(self) -> builds.Choice | None:
+        """The torch build that writes responses, where any are written by an environment of ours."""
+        if not self.regenerates or self.config.torch.build == "external":
+            return None
         version = self.config.dataset.regenerate.torch
-        return self._locked("train", builds.choose(version, "auto", self.config.torch.index, self._gpus_for_build))
+        return builds.choose(version, "auto", self.config.torch.index, self._gpus_for_build)
+
+    @property
+    def locked_choices(self) -> list[builds.Choice]:
+        """The torch builds that need a lock."""
+        choices = [self.choice] if self.config.torch.build != "external" else []
+        if self.response_choice is not None and self.response_choice not in choices:
+            choices.append(self.response_choice)
+        return choices
 
     @property
     def environments(self) -> dict[str, Environment]:
         """All environments that a rule of this workflow may need, by id."""
-        return {e.id: e for e in (self.environment, self.dataset_environment, self.response_environment)}
+        needed = [self.environment, self.dataset_environment]
+        if self.regenerates:
+            needed.append(self.response_environment)
+        return {environment.id: environment for environment in needed}
 
     @property
     def python_version(self) -> str:
@@ -175,9 +199,10 @@ class Workflow:
         facts = target.model_dump(mode="json")
         if self.target_package_lock is not None:
             facts["lock"] = self._identity(self.target_package_lock)
-        elif (path := Path(target.source)).exists():
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
-            facts["files"] = [(file.name, file.stat().st_size) for file in files if file.is_file()]
+        elif (path := Path(target.source).expanduser()).exists():
+            files = [file for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
+            # weights are too large to be hashed at every call; saved anew in the same place, they have another time
+            facts["files"] = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         if target.chat_template is not None:
             facts["chat_template"] = _content(target.chat_template, "target.chat_template")
         return f"{_slug(target.source.removeprefix('pypi:'))}-{_digest(facts)[:8]}"
@@ -201,15 +226,29 @@ class Workflow:
         return found
 
     @cached_property
-    def dataset_id(self) -> str:
-        """Hash of what decides the dataset: sources, target, template, sampling, packing. No torch version in it."""
-        facts = self.config.dataset.model_dump(mode="json", exclude={"sources"})
-        if self.config.dataset.responses == "given":
-            del facts["regenerate"]
-        facts["sources"] = [_content(source, "dataset.sources") for source in self.sources]
-        facts["target"] = self.target_id
-        facts["environment"] = self.dataset_environment.id
+    def conversations_id(self) -> str:
+        """Hash of what decides the conversations: the sources, and where the target writes the responses, how."""
+        dataset = self.config.dataset
+        facts: dict[str, Any] = {
+            "sources": [_content(source, "dataset.sources") for source in self.sources],
+            "environment": self.dataset_environment.id,
+        }
+        if self.regenerates:
+            facts["target"] = self.target_id
+            facts["regenerate"] = dataset.regenerate.model_dump(mode="json", exclude={"batch_size", "torch"})
+            facts["writer"] = self.response_environment.id
         return _digest(facts)[:12]
+
+    @property
+    def conversations_folder(self) -> Path:
+        """`results/conversations/<conversations_id>`: apart from packing, so that responses are written once."""
+        return RESULTS / "conversations" / self.conversations_id
+
+    @cached_property
+    def dataset_id(self) -> str:
+        """Hash of what decides the dataset: conversations, target, template, packing. No torch build that trains."""
+        dataset = self.config.dataset.model_dump(mode="json", include={"held_out", "row_length", "seed"})
+        return _digest([dataset, self.conversations_id, self.target_id])[:12]
 
     @property
     def dataset_folder(self) -> Path:

@@ -32,14 +32,15 @@ class Case:
         self.paths = make_case(folder)
         self.warm_record, self.run = folder / "step/warm.json", folder / "run"
 
-    def command(self, module: str, settings: dict, **paths: Path) -> list[str]:
+    def command(self, module: str, settings: dict, inputs: tuple[str, ...], **paths: Path) -> list[str]:
         command = [sys.executable, "-m", f"draftflow.{module}", "--settings", json.dumps(settings)]
-        for name, path in {**self.paths, **paths}.items():
+        for name, path in {**{name: self.paths[name] for name in inputs}, **paths}.items():
             command += [f"--{name}", str(path)]
         return command
 
     def warm(self) -> subprocess.CompletedProcess:
-        command = self.command("compile_cache.warm", SETTINGS, cache=self.folder / "cache", record=self.warm_record)
+        outputs = {"cache": self.folder / "cache", "record": self.warm_record}
+        command = self.command("compile_cache.warm", SETTINGS, ("target", "fingerprint"), **outputs)
         return subprocess.run(command, capture_output=True, text=True, env=environment())
 
     def training(self, settings: dict = SETTINGS, **paths: Path) -> list[str]:
@@ -50,7 +51,7 @@ class Case:
             "tensorboard": self.run / "tensorboard",
             "record": self.run / "train.json",
         }
-        return self.command("training.train", settings, **{**outputs, **paths})
+        return self.command("training.train", settings, ("target", "fingerprint", "rows"), **{**outputs, **paths})
 
     def train(self, settings: dict = SETTINGS, variables: dict | None = None, **paths: Path):
         command = self.training(settings, **paths)

@@ -103,6 +103,7 @@ def make_loop(
     from draftflow.compile_cache.guard import Guard
     from draftflow.drafter.model import run_layer
     from draftflow.training.checkpoint import latest
+    from draftflow.training.data import read_rows
     from draftflow.training.loop import Loop, Stop
     from draftflow.training.metrics import Metrics
     from draftflow.training.plan import plan_of_run
@@ -112,9 +113,8 @@ def make_loop(
     settings = make_settings(**training)
     shape, plan = plan_of_run(settings, case["target"], "cpu", world_size)
     hyper = hyperparameters(settings)
-    process = make_process(
-        shape, plan, hyper, case["rows"], case["target"], settings["training"]["feature_cache_gb"], rank, world_size
-    )
+    rows, cache_gb = read_rows(case["rows"], plan.row_length), settings["training"]["feature_cache_gb"]
+    process = make_process(shape, plan, hyper, rows, case["target"], cache_gb, rank, world_size)
     if not compiled:
         process.step.drafter._run_layer = run_layer
     found = latest(folder / "checkpoints")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,9 @@ def test_the_stage_writes_what_the_configuration_needs_and_says_what_changed(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels / "pypi"))
     settings = {
-        "torch": {"version": "2.11.0", "build": "auto", "index": "auto"},
-        "target": {"source": "pypi:llm_model"},
-        "regenerate_torch": "2.10.0",
+        "choices": [asdict(Choice("2.11.0", "cu130", "pypi")), asdict(Choice("2.10.0", "cu128", "pypi"))],
+        "index": "auto",
+        "source": "pypi:llm_model",
     }
     monkeypatch.setattr(sys, "argv", ["lock", "--settings", json.dumps(settings), "--root", str(root)])
     locks.main()

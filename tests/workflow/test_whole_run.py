@@ -68,6 +68,7 @@ def tiny(shared_project):
 
 def test_a_whole_run_trains_a_drafter_that_passes_its_checks(tiny):
     result = tiny.run("train", *TINY)
+    assert "Provided cores" in result.output  # from the default profile
     assert set(result.jobs) == {"install", *PER_BUILD, *DATASET}
     run = tiny.only(f"results/runs/tiny/{FIRST_BUILD}-*")
     checks = json.loads((run / "checks.json").read_text())

@@ -10,7 +10,7 @@ from draftflow.errors import DraftflowError
 from draftflow.stage import write_json
 
 
-def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, rows: Path, target: Path) -> dict[str, Any]:
+def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, target: Path) -> dict[str, Any]:
     """Two training steps and an evaluation; the second step shows that the first left nothing to compile.
 
     Returns:
@@ -26,6 +26,7 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, rows:
     from draftflow.drafter.attention import forbid_dense
     from draftflow.drafter.loss import default_gamma
     from draftflow.environment.fingerprint import require_same
+    from draftflow.training.data import rows_of_one_token
     from draftflow.training.optimizer import Hyperparameters
     from draftflow.training.plan import plan_of_run
     from draftflow.training.process import make_process, peak_memory_bytes
@@ -37,7 +38,8 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, rows:
     kind = settings["devices"]["kind"]
     shape, plan = plan_of_run(settings, target, kind, world_size)
     hyper = Hyperparameters(steps=2, gamma=default_gamma(plan.block_size))
-    process = make_process(shape, plan, hyper, rows, target, feature_cache_gb=0.0)
+    rows = rows_of_one_token(plan, plan.rows)
+    process = make_process(shape, plan, hyper, (rows, rows), target, feature_cache_gb=0.0)
 
     def finish() -> float:
         if kind == "cuda":
@@ -72,10 +74,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--world-size", type=int, required=True)
-    for name in ("fingerprint", "rows", "target", "result"):
+    for name in ("fingerprint", "target", "result"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
-    paths = (arguments.fingerprint, arguments.rows, arguments.target)
+    paths = (arguments.fingerprint, arguments.target)
     try:
         result = exercise(arguments.settings, arguments.world_size, *paths)
     except DraftflowError as error:

@@ -1,7 +1,8 @@
 """Stage: compile the step once per device, one device after the other, and prove that a fresh process finds it.
 
 Compiling happens here and nowhere else. Every device runs the very step of training, in all shapes of the plan, in a
-process of its own that sees no other device. The cache folder is named by its key (see key.py) and starts empty.
+process of its own that sees no other device. The cache folder is named by its key (see key.py); what is in
+it from an earlier warm-up is kept unless a fresh start is asked for.
 No torch in this process.
 """
 
@@ -29,7 +30,6 @@ class WarmUp:
 
     settings: dict[str, Any]
     fingerprint: Path
-    rows: Path
     target: Path
 
     @property
@@ -50,7 +50,7 @@ class WarmUp:
             result = Path(folder) / "result.json"
             command = [sys.executable, "-m", "draftflow.compile_cache.exercise"]
             command += ["--settings", json.dumps(self.settings), "--world-size", str(devices.count)]
-            for name, path in [("fingerprint", self.fingerprint), ("rows", self.rows), ("target", self.target)]:
+            for name, path in [("fingerprint", self.fingerprint), ("target", self.target)]:
                 command += [f"--{name}", str(path)]
             start = time.perf_counter()
             done = subprocess.run(
@@ -65,7 +65,7 @@ class WarmUp:
         return {"process_seconds": round(seconds, 3), **found}
 
 
-def warm(work: WarmUp, cache: Path, keep: bool, record: Record) -> None:
+def warm(work: WarmUp, cache: Path, fresh: bool, record: Record) -> None:
     """Warm the cache below `cache` on all devices in turn, prove it, and put what happened into `record`.
 
     Raises:
@@ -75,7 +75,7 @@ def warm(work: WarmUp, cache: Path, keep: bool, record: Record) -> None:
     _, plan = plan_of_run(work.settings, work.target, devices.kind, devices.count)
     held = key.contents(json.loads(work.fingerprint.read_text(encoding="utf-8"))["compile"], plan)
     folder = cache / key.cache_key(held)
-    if not keep:
+    if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     environment = location.prepare(folder)
     record["key"], record["holds"] = folder.name, held
@@ -126,16 +126,15 @@ def main() -> None:
     """Warm the compile cache of a run."""
     parser = stage_parser(__doc__ or "")
     parser.add_argument("--fingerprint", type=Path, required=True, help="fingerprint.json")
-    parser.add_argument("--rows", type=Path, required=True, help="rows.safetensors")
     parser.add_argument("--target", type=Path, required=True, help="folder of the prepared target")
     parser.add_argument("--cache", type=Path, required=True, help="folder of the compile caches of this device kind")
-    parser.add_argument("--keep", action="store_true", help="start from what this key's folder holds, not empty")
+    parser.add_argument("--fresh", action="store_true", help="start from an empty folder of this key")
     parser.add_argument("--record", type=Path, required=True, help="warm.json")
     arguments = parser.parse_args()
     record = Record("warm_cache", settings=arguments.settings)
     arguments.record.unlink(missing_ok=True)  # an interrupted warm-up must not look like the one before
-    work = WarmUp(arguments.settings, arguments.fingerprint, arguments.rows, arguments.target)
-    warm(work, arguments.cache, arguments.keep, record)
+    work = WarmUp(arguments.settings, arguments.fingerprint, arguments.target)
+    warm(work, arguments.cache, arguments.fresh, record)
     # relative, so that the project folder can be moved with its warm cache
     record["folder"] = os.path.relpath(arguments.cache / record["key"], arguments.record.parent)
     record.write(arguments.record)

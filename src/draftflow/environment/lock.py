@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from draftflow.environment.builds import PYTHONS, Choice, choose, detect_gpus, torch_requirement, torch_source
-from draftflow.environment.external import probe
+from draftflow.environment.builds import PYTHONS, Choice, torch_requirement, torch_source
+from draftflow.environment.external import find_interpreter, probe
 from draftflow.environment.uv import Sources, run, sources
 from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage, say, stage_parser, write_text
@@ -81,7 +81,8 @@ def external_environment_id(interpreter: str) -> tuple[str, str]:
     """
     facts = probe(interpreter, ["torch"])
     version = facts["torch"]["version"].partition("+")[0]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    where = find_interpreter(interpreter)  # the wrapper names it
+    digest = hashlib.sha256(json.dumps([facts, where], sort_keys=True).encode()).hexdigest()[:12]
     return f"torch-{version}-external-{digest}", version
 
 
@@ -244,27 +245,22 @@ def main() -> None:
     parser = stage_parser(__doc__ or "")
     parser.add_argument("--root", type=Path, default=Path(), help="the project folder, which holds envs/")
     arguments = parser.parse_args()
-    root, torch, target = arguments.root, arguments.settings["torch"], arguments.settings["target"]
+    root, index = arguments.root, arguments.settings["index"]
     where = sources()
     for setting in where.taken:
         say(f"pip's setting holds: {setting}")
     if not where.no_index and (where.find_links or where.extra):
         say("further indexes and folders of wheels are left out of locks: they are of this machine")
 
-    versions = [torch["version"], *filter(None, [arguments.settings.get("regenerate_torch")])]
-    for version in dict.fromkeys(versions):
-        choice = choose(version, torch["build"], torch["index"], detect_gpus())
-        if choice.kind != "external":
-            wanted = [torch_requirement(choice, torch["index"]), *lines_of(root / "envs" / "train.in")]
-            lines = resolve(wanted, torch_source(choice, torch["index"]), where)
-            lines = sorted(lines + resolve(lines_of(root / "envs" / "train-alone.in"), None, where, bare=True))
-            write(
-                lock_file(root, "train", choice), lines, f"torch {choice.version}, {choice.build}, index: {choice.kind}"
-            )
+    for choice in (Choice(**choice) for choice in arguments.settings["choices"]):
+        wanted = [torch_requirement(choice, index), *lines_of(root / "envs" / "train.in")]
+        lines = resolve(wanted, torch_source(choice, index), where)
+        lines = sorted(lines + resolve(lines_of(root / "envs" / "train-alone.in"), None, where, bare=True))
+        write(lock_file(root, "train", choice), lines, f"torch {choice.version}, {choice.build}, index: {choice.kind}")
     write(
         lock_file(root, "dataset"), resolve(lines_of(root / "envs" / "dataset.in"), None, where), "dataset environment"
     )
-    package = package_of(target["source"])
+    package = package_of(arguments.settings["source"])
     if package:
         write(lock_file(root, f"target-{package}"), resolve([package], None, where, bare=True), f"target {package}")
 

@@ -116,7 +116,8 @@ def write(
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _verify(path: Path) -> tuple[str | None, dict[str, Any]]:

@@ -66,6 +66,18 @@ def read_rows(path: Path, row_length: int) -> tuple[Rows, Rows]:
     return splits[0], splits[1]
 
 
+def rows_of_one_token(plan: Plan, count: int) -> Rows:
+    """Rows of the plan's shape that hold one supervised document each: for warm-up, which needs no dataset."""
+    shape = (count, plan.row_length)
+    return Rows(
+        TRAIN,
+        input_ids=torch.zeros(shape, dtype=torch.int64),
+        document_ids=torch.zeros(shape, dtype=torch.int64),
+        position_ids=torch.arange(plan.row_length).expand(shape).contiguous(),
+        loss_mask=torch.ones(shape, dtype=torch.bool),
+    )
+
+
 _TENSORS = ("input_ids", "document_ids", "position_ids", "loss_mask")
 
 

@@ -12,7 +12,7 @@ from draftflow.compile_cache.vector_isa import load_probes_in_process
 from draftflow.drafter.shape import DrafterShape
 from draftflow.target.features import FeatureExtractor
 from draftflow.target.load import load_target
-from draftflow.training.data import HELD_OUT, TRAIN, Batches, read_rows
+from draftflow.training.data import HELD_OUT, TRAIN, Batches, Rows
 from draftflow.training.features import Colocated
 from draftflow.training.optimizer import Hyperparameters
 from draftflow.training.plan import Plan
@@ -40,13 +40,13 @@ def make_process(
     shape: DrafterShape,
     plan: Plan,
     hyper: Hyperparameters,
-    rows: Path,
+    rows: tuple[Rows, Rows],
     target: Path,
     feature_cache_gb: float,
     rank: int = 0,
     world_size: int = 1,
 ) -> Process:
-    """Load rows and target and build the step; everything that is random is seeded by `hyper.seed`."""
+    """Load the target and build the step; everything that is random is seeded by `hyper.seed`."""
     device = torch.device("cuda:0" if plan.device_kind == "cuda" else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
@@ -54,7 +54,7 @@ def make_process(
         # a CUDA build says at each start that there is no GPU
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     torch.manual_seed(hyper.seed)
-    train, held_out = read_rows(rows, plan.row_length)
+    train, held_out = rows
     loaded = load_target(target, device, getattr(torch, plan.precision))
     extractor = FeatureExtractor(loaded, shape.target_layer_ids)
     counts = {TRAIN: len(train), HELD_OUT: len(held_out)}

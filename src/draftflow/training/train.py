@@ -5,6 +5,7 @@ from its newest whole checkpoint, and one that is finished only has its outputs 
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -39,8 +40,7 @@ def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
     with rows.open("rb") as stream:
         data = hashlib.file_digest(stream, "sha256").hexdigest()
     description = json.loads((target / "target.json").read_text(encoding="utf-8"))
-    parts = ("training.step", "training.data", "training.features", "target.features")
-    code = sources.digest(*(f"draftflow.{part}" for part in parts))
+    code = sources.digest("draftflow.training.worker")
     facts = [vars(shape), vars(plan), training, data, description, code]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -86,7 +86,10 @@ def _torchrun(job: Job, devices: Devices, compile_environment: dict[str, str], e
     log = exchange / "torchrun.log"
     with log.open("wb") as stream:
         # A session of its own: a signal to the terminal's processes must not make torchrun kill the workers.
-        torchrun = subprocess.Popen(command, env=environment, stderr=stream, start_new_session=True)
+        # But not an outliving one: when this process is killed, torchrun is told to stop, and it tells the workers.
+        torchrun = subprocess.Popen(
+            command, env=environment, stderr=stream, start_new_session=True, preexec_fn=_end_with_parent
+        )
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
         stopping: list[int] = []
@@ -110,6 +113,11 @@ def _torchrun(job: Job, devices: Devices, compile_environment: dict[str, str], e
     if status == 0 and outcome.exists():
         return json.loads(outcome.read_text(encoding="utf-8"))
     raise _failure(exchange, log.read_text(encoding="utf-8", errors="replace"), bool(stopping))
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent dies (prctl PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _failure(exchange: Path, log: str, stopping: bool) -> BaseException:

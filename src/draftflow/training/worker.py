@@ -83,6 +83,7 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
     from draftflow.drafter.attention import forbid_dense
     from draftflow.environment.fingerprint import require_same
     from draftflow.training import checkpoint
+    from draftflow.training.data import read_rows
     from draftflow.training.loop import Loop, Stop
     from draftflow.training.metrics import Metrics
     from draftflow.training.plan import plan_of_run
@@ -100,9 +101,9 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
     guard = Guard(job.settings["checks"]["compile"])
     shape, plan = plan_of_run(job.settings, job.target, devices.kind, world_size)
     hyper = hyperparameters(job.settings)
-    process = make_process(
-        shape, plan, hyper, job.rows, job.target, training["feature_cache_gb"], rank=rank, world_size=world_size
-    )
+    rows = read_rows(job.rows, plan.row_length)
+    cache_gb = training["feature_cache_gb"]
+    process = make_process(shape, plan, hyper, rows, job.target, cache_gb, rank=rank, world_size=world_size)
     found = checkpoint.latest(job.checkpoints)
     if found is not None and rank == 0:
         say(f"resuming from step {found.step} ({found.folder})")

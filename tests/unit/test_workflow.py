@@ -1,0 +1,78 @@
+"""Identities of a configuration, against a folder of locks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftflow.config import load
+from draftflow.errors import DraftflowError
+from draftflow.workflow import Workflow
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A project folder with the committed locks and the starter data."""
+    shutil.copytree(ROOT / "envs", tmp_path / "envs")
+    shutil.copytree(ROOT / "data", tmp_path / "data")
+    return tmp_path
+
+
+def workflow(root, **blocks):
+    return Workflow(load({"training": {"devices": "cpu"}, **blocks}), root)
+
+
+def test_a_build_of_another_index_needs_its_own_lock_and_no_other(root):
+    lock = root / "envs/locks/train-2.11.0-cpu-pytorch.txt"
+    torch = {"build": "cpu", "index": "pytorch"}
+    with pytest.raises(DraftflowError, match=r"train-2\.11\.0-cpu-pytorch\.txt"):
+        _ = workflow(root, torch=torch).environments
+    lock.write_text("torch==2.11.0+cpu --hash=sha256:" + "0" * 64 + "\n")
+    flow = workflow(root, torch=torch)
+    assert {name.rsplit("-", 2)[0] for name in flow.environments} == {"torch-2.11.0-cpu", "dataset"}
+
+
+def test_the_locks_that_are_written_are_those_that_are_needed(root):
+    for torch in ({}, {"version": "2.10.0"}, {"build": "cpu", "index": "pytorch"}):
+        for responses in ("given", "regenerate"):
+            flow = Workflow(load({"torch": torch, "dataset": {"responses": responses}}), root, locking=True)
+            needed = {e.settings["choice"]["build"] for e in flow.environments.values() if e.settings["choice"]}
+            assert {choice.build for choice in flow.locked_choices} == needed
+
+
+def test_a_target_that_is_saved_anew_in_its_place_is_another(root, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"a" * 8)
+    before = workflow(root, target={"source": str(folder)}).target_id
+    weights.write_bytes(b"b" * 8)
+    assert workflow(root, target={"source": str(folder)}).target_id != before
+
+
+def test_an_edited_source_is_another_dataset_and_edited_back_the_former(root):
+    source = root / "data/starter/smollm2-135m-instruct.jsonl"
+    text = source.read_text()
+    blocks = {"dataset": {"sources": [str(source)]}}
+    before = workflow(root, **blocks).dataset_id
+    source.write_text(text.replace("Add 8", "Add 9", 1))
+    assert workflow(root, **blocks).dataset_id != before
+    source.write_text(text)
+    assert workflow(root, **blocks).dataset_id == before
+
+
+def test_packing_differently_keeps_what_the_target_wrote(root):
+    first, second = (workflow(root, dataset={"responses": "regenerate", "row_length": n}) for n in (256, 512))
+    assert first.conversations_id == second.conversations_id
+    assert first.dataset_id != second.dataset_id
+    other = workflow(root, dataset={"responses": "regenerate", "regenerate": {"temperature": 0.7}})
+    assert other.conversations_id != first.conversations_id
+
+
+def test_settings_of_training_do_not_change_what_is_compiled(root):
+    first, second = (workflow(root, training={"devices": "cpu", "learning_rate": rate}) for rate in (1e-3, 1e-4))
+    assert first.warm_record == second.warm_record
+    assert workflow(root, drafter={"layers": 3}).warm_record != first.warm_record
+    assert workflow(root, dataset={"seed": 5}).warm_record == first.warm_record
