@@ -14,6 +14,10 @@ class DraftflowError(Exception):
         self.what, self.remedy, self.where = what, remedy, where
         super().__init__(str(self))
 
+    def parts(self) -> dict[str, str | None]:
+        """What it was made from, to be raised again in another process."""
+        return {"what": self.what, "remedy": self.remedy, "where": self.where}
+
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
         return f"{place}{self.what} {self.remedy}"

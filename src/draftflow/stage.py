@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import errno
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -77,19 +79,29 @@ def stage_parser(description: str, settings: bool = True) -> argparse.ArgumentPa
     return parser
 
 
+def as_refusal(error: BaseException) -> DraftflowError | None:
+    """The refusal that an exception amounts to: one that is one, or the disk's; None for a fault of ours."""
+    if isinstance(error, DraftflowError):
+        return error
+    number, place = None, None
+    if isinstance(error, OSError):
+        number, place = error.errno, error.filename
+    elif type(error).__name__ == "SafetensorError" and (match := re.search(r"os error (\d+)", str(error))):
+        number = int(match[1])  # safetensors has the system's error as a text only
+    if number not in (errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EDQUOT):
+        return None
+    return DraftflowError(f"{os.strerror(number)}.", "Free or allow it, then run the same command again.", place)
+
+
 def run_stage(main: Callable[[], None]) -> None:
-    """Run a stage's `main`; print a `DraftflowError` as one line and exit with status 1."""
+    """Run a stage's `main`; print a refusal as one line and exit with status 1."""
     try:
         main()
-    except DraftflowError as error:
-        print(f"draftflow: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-    except OSError as error:
-        if error.errno not in (13, 28, 30, 122):  # permission, no space, read-only, quota: the user's to mend
+    except Exception as error:
+        refusal = as_refusal(error)
+        if refusal is None:
             raise
-        place = f" ({error.filename})" if error.filename else ""
-        print(
-            f"draftflow: error: {error.strerror}{place}. Free or allow it, then run the same command again.",
-            file=sys.stderr,
-        )
+        print(f"draftflow: error: {refusal}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

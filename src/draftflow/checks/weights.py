@@ -17,6 +17,7 @@ from draftflow.checks.mask import mask_checks
 from draftflow.checks.result import Check, add_checks, not_run, read_json
 from draftflow.checks.taps import features_check, layers_check, tap_error
 from draftflow.drafter import checkpoint
+from draftflow.drafter.attention import forbid_dense
 from draftflow.drafter.model import Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.stage import Record, run_stage, say, stage_parser
@@ -228,7 +229,7 @@ def main() -> None:
             layers_check(config["dflash_config"]["target_layer_ids"], list(shape.target_layer_ids)),
         ]
     if all(check.passed for check in checks):
-        with record.part("drafter"):
+        with record.part("drafter"), forbid_dense():
             _, held_out = read_rows(arguments.rows, settings["row_length"])
             names = ("input_ids", "document_ids", "position_ids", "loss_mask")
             row = {name: getattr(held_out, name)[0] for name in names}

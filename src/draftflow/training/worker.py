@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftflow.errors import DraftflowError
-from draftflow.stage import say, write_json
+from draftflow.stage import as_refusal, say, write_json
 from draftflow.training.devices import Devices, from_settings, process_environment
 
 
@@ -65,11 +64,10 @@ def main() -> None:
         outcome = _train(job, devices, rank, int(os.environ["WORLD_SIZE"]), exchange)
         if rank == 0:
             write_json(exchange / "outcome.json", outcome)
-    except DraftflowError as error:
-        write_json(exchange / f"{rank}.error", {"what": error.what, "remedy": error.remedy, "where": error.where})
-        raise SystemExit(1) from None
-    except BaseException:
-        write_json(exchange / f"{rank}.error", {"traceback": traceback.format_exc()})
+    except BaseException as error:
+        refusal = as_refusal(error)
+        told = {"traceback": traceback.format_exc()} if refusal is None else refusal.parts()
+        write_json(exchange / f"{rank}.error", told)
         raise SystemExit(1) from None
 
 
