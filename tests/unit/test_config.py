@@ -23,6 +23,11 @@ def test_committed_yaml_loads_to_the_defaults():
     assert config.load(yaml.safe_load((ROOT / "config.yaml").read_text())) == config.Config()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_configurations(path):
+    config.load(yaml.safe_load(path.read_text()), path.name)
+
+
 def test_every_key_is_explained_in_one_line_of_at_most_120_characters():
     lines = config.commented_yaml().splitlines()
     assert max(map(len, lines)) <= 120
