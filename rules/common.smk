@@ -1,4 +1,5 @@
 # Functions only: what the rules take from the configuration. The logic is in src/draftflow/workflow.py.
+import json
 import os
 import sys
 from dataclasses import asdict
@@ -36,8 +37,6 @@ def code(*stages):
 
 
 def as_json(value):
-    import json
-
     return json.dumps(value, sort_keys=True)
 
 

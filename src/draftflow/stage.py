@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -63,6 +64,12 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def say(message: str) -> None:

@@ -166,9 +166,14 @@ class Workflow:
             return "unlocked"
         return lock.identity(path)
 
+    @cached_property
+    def _external_identity(self) -> tuple[str, str]:
+        """Of the external interpreter, which is started to tell; its torch version beside."""
+        return lock.external_environment_id(self.config.torch.interpreter)
+
     def _external(self, with_packages: bool) -> Environment:
         torch = self.config.torch
-        identity, version = lock.external_environment_id(torch.interpreter)
+        identity, version = self._external_identity
         if version != torch.version:
             raise DraftflowError(
                 f"torch.version is {torch.version} and {torch.interpreter} has {version}.",

@@ -28,8 +28,7 @@ from draftflow.dataset import formats
 from draftflow.dataset.formats import Conversation, Message
 from draftflow.dataset.template import encode_prompt
 from draftflow.errors import DraftflowError
-from draftflow.stage import Record, run_stage, say, stage_parser
-from draftflow.target.files import sha256
+from draftflow.stage import Record, run_stage, say, sha256, stage_parser
 from draftflow.target.load import Target, load_target
 from draftflow.target.tokenizer import load_tokenizer
 

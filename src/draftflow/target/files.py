@@ -1,7 +1,6 @@
-"""Files and folders that are whole or not there, and their digests."""
+"""Files and folders that are whole or not there."""
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -12,12 +11,6 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from draftflow.errors import DraftflowError
-from draftflow.stage import Record, run_stage, say, stage_parser, write_json
-from draftflow.target.files import replaced, sha256
+from draftflow.stage import Record, run_stage, say, sha256, stage_parser, write_json
+from draftflow.target.files import replaced
 from draftflow.target.mask_token import choose_mask_token
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -9,7 +9,6 @@
 The data position is the step: batches are a function of its number (data.py). Finding a checkpoint needs no torch.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftflow.stage import say
+from draftflow.stage import say, sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +98,7 @@ def write(
         for name, tensors in ((WEIGHTS, weights), (TRAINER, trainer)):
             save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, temporary / name)
         (temporary / METRICS).write_text(metrics, encoding="utf-8")
-        files = {name: _sha256(temporary / name) for name in (WEIGHTS, TRAINER, METRICS)}
+        files = {name: sha256(temporary / name) for name in (WEIGHTS, TRAINER, METRICS)}
         (temporary / STATE).write_text(json.dumps({"step": step, **facts, "files": files}, indent=2) + "\n")
         for name in (WEIGHTS, TRAINER, METRICS, STATE):
             _sync(temporary / name)
@@ -125,18 +124,13 @@ def _verify(path: Path) -> tuple[str | None, dict[str, Any]]:
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         for name, digest in state["files"].items():
-            if _sha256(path / name) != digest:
+            if sha256(path / name) != digest:
                 return f"{name} is not what was written", {}
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}", {}
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{STATE} cannot be read", {}
     return None, state
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from draftflow import sources
 from draftflow.compile_cache import key, location
 from draftflow.errors import DraftflowError
-from draftflow.stage import Record, run_stage, say, stage_parser, write_text
+from draftflow.stage import Record, run_stage, say, sha256, stage_parser, write_text
 from draftflow.training import checkpoint
 from draftflow.training.devices import Devices, from_settings, threads_per_process
 from draftflow.training.plan import plan_of_run
@@ -37,11 +37,9 @@ def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
     shape, plan = plan_of_run(settings, target, settings["devices"]["kind"], 1)
     whenever = ("evaluate_every", "checkpoint_every", "feature_cache_gb")
     training = {name: value for name, value in settings["training"].items() if name not in whenever}
-    with rows.open("rb") as stream:
-        data = hashlib.file_digest(stream, "sha256").hexdigest()
     description = json.loads((target / "target.json").read_text(encoding="utf-8"))
     code = sources.digest("draftflow.training.worker")
-    facts = [vars(shape), vars(plan), training, data, description, code]
+    facts = [vars(shape), vars(plan), training, sha256(rows), description, code]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
