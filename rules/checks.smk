@@ -8,8 +8,9 @@ rule check_weights:
         train=rules.train_drafter.output.record,
         rows=rules.pack_rows.output.rows,
         target=rules.prepare_target.output.description,
+        warm=rules.warm_cache.output,
         python=str(flow.environment.python),
-        code=code("checks.weights"),
+        code=code("checks.weights", "compile_cache.within"),
     output:
         f"{CHECKS}/weights.json",
     log:
@@ -21,13 +22,12 @@ rule check_weights:
         nodes=1,
     params:
         checkpoints=f"{RUN}/checkpoints",
-        device=flow.devices.kind,
         device_variables=on_first_device(),
         target=TARGET,
     shell:
-        "{params.device_variables} {input.python:q} -m draftflow.checks.weights --drafter {input.drafter:q} --checkpoints {params.checkpoints:q}"
-        " --train {input.train:q} --rows {input.rows:q} --target {params.target:q} --device {params.device}"
-        " --record {output:q} 2>&1 | logged {log:q}"
+        "{params.device_variables} {input.python:q} -m draftflow.compile_cache.within {input.warm:q} draftflow.checks.weights"
+        " --drafter {input.drafter:q} --checkpoints {params.checkpoints:q}"
+        " --train {input.train:q} --rows {input.rows:q} --target {params.target:q} --record {output:q} 2>&1 | logged {log:q}"
 
 
 rule check_generation:
@@ -51,7 +51,8 @@ rule check_generation:
     params:
         settings=as_json(
             flow.config.checks.model_dump(
-                mode="json", include={"prompts", "max_new_tokens", "acceptance_floor"}
+                mode="json",
+                include={"prompts", "max_new_tokens", "acceptance_floor", "compile"},
             )
         ),
         device=flow.devices.kind,

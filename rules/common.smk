@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 sys.path.insert(0, str(Path(workflow.basedir) / "src"))
 
@@ -15,12 +16,15 @@ from draftflow.workflow import Workflow
 
 
 def resolve():
-    """The workflow of this configuration; a refusal is one line and no traceback."""
+    """The workflow of this configuration; a refusal is one line and no traceback.
+
+    What is only needed to build is not asked for by a run that only locks or probes.
+    """
     try:
         flow = Workflow(
             configuration.load(config),
             Path(workflow.basedir),
-            locking="lock" in sys.argv[1:],
+            locking=not {"lock", "probe"}.isdisjoint(sys.argv[1:]),
         )
         flow.environments, flow.dataset_id, flow.warm_record
     except DraftflowError as error:

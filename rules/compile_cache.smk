@@ -1,4 +1,6 @@
-# warm_cache
+# warm_cache, bundle_cache
+BUNDLE = flow.config.compile_cache.bundle
+PACKED = flow.warm_record.with_name("bundle.tar.xz")
 
 
 rule warm_cache:
@@ -6,6 +8,7 @@ rule warm_cache:
         target=rules.prepare_target.output.description,
         fingerprint=fingerprint(flow.environment),
         python=str(flow.environment.python),
+        bundle=[] if BUNDLE is None else str(BUNDLE),
         code=code("compile_cache.warm", "compile_cache.exercise"),
     output:
         str(flow.warm_record),
@@ -23,8 +26,28 @@ rule warm_cache:
         settings=as_json(flow.step_settings),
         cache=str(flow.compile_cache),
         fresh=lambda wildcards, input: "--fresh" if forced("warm_cache") else "",
+        bundle=lambda wildcards, input: (
+            f"--bundle {quote(input.bundle)}" if input.bundle else ""
+        ),
         target=TARGET,
     shell:
         "{input.python:q} -m draftflow.compile_cache.warm --settings {params.settings:q}"
         " --fingerprint {input.fingerprint:q} --target {params.target:q}"
-        " --cache {params.cache:q} --record {output:q} {params.fresh} 2>&1 | logged {log:q}"
+        " --cache {params.cache:q} --record {output:q} {params.fresh} {params.bundle} 2>&1 | logged {log:q}"
+
+
+rule bundle_cache:
+    input:
+        warm=rules.warm_cache.output,
+        python=str(flow.environment.python),
+        code=code("compile_cache.bundle"),
+    output:
+        bundle=str(PACKED),
+        checksum=f"{PACKED}.sha256",
+    log:
+        log_of(PACKED.with_name("bundle")),
+    benchmark:
+        benchmark_of(PACKED.with_name("bundle"))
+    shell:
+        "{input.python:q} -m draftflow.compile_cache.bundle pack --record {input.warm:q} --output {output.bundle:q}"
+        " 2>&1 | logged {log:q}"

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -33,6 +33,13 @@ def _as_text(value: Any) -> Any:
 def _as_number(value: Any) -> Any:
     """A number on the command line (`--config training='{devices: 2}'`) arrives as text."""
     return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _as_words(value: Any) -> Any:
+    """YAML reads the 200 of [pct, exec, 200, --] as a number; words of a command are text."""
+    if not isinstance(value, list):
+        return value
+    return [str(item) if isinstance(item, int) and not isinstance(item, bool) else item for item in value]
 
 
 class Torch(Block):
@@ -194,6 +201,15 @@ class Training(Block):
     seed: int = Field(0, ge=0, description="Seed of initial weights, order of rows and anchors.")
 
 
+class CompileCache(Block):
+    """The warmed compile cache."""
+
+    bundle: Path | None = Field(
+        None,
+        description="A bundle of a warmed cache to start from (`snakemake bundle_cache` makes one), or null.",
+    )
+
+
 class Checks(Block):
     """What must hold before a drafter is called trained."""
 
@@ -204,6 +220,51 @@ class Checks(Block):
     )
     compile: Literal["error", "warn"] = Field(
         "error", description="What a compile or cache miss after warm-up is: an error that fails the run, or a warning."
+    )
+
+
+def _with_keys(value: Any) -> Any:
+    """`here:` with nothing behind it is a host without any key."""
+    return {name: {} if host is None else host for name, host in value.items()} if isinstance(value, dict) else value
+
+
+Words = Annotated[list[str], BeforeValidator(_as_words)]
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class Host(Block):
+    """One interpreter to look at, and the way to it. Without any key: this machine."""
+
+    ssh: str | None = Field(
+        None, pattern=r"^[^-\s]\S*$", description="Where ssh goes: user@host, or a name from ~/.ssh/config."
+    )
+    ssh_options: Words = Field([], description="Options of ssh before the host: [-p, 2222, -i, ~/.ssh/cluster].")
+    container: Words = Field(
+        [],
+        description="What runs a command in the container: [pct, exec, 200, --], [docker, exec, -i, NAME], [srun].",
+    )
+    python: str | None = Field(
+        None,
+        min_length=1,
+        description="The interpreter there. null: python3; on this machine the environment of the workflow if it is"
+        " installed.",
+    )
+
+
+class Probe(Block):
+    """Which torch build is on which machine (`snakemake probe`)."""
+
+    hosts: Annotated[dict[HostName, Host], BeforeValidator(_with_keys)] = Field(
+        {},
+        description="Name -> {ssh, ssh_options, container, python}, each optional; {}: this machine. For example\n"
+        "gpu1: {ssh: root@gpu1, container: [pct, exec, 200, --], python: /opt/venv/bin/python}, and `here: {}`.",
+    )
+    hop_seconds: float = Field(
+        20.0, gt=0, le=600, description="Time for each hop (ssh, container, interpreter) to answer, in seconds."
+    )
+    timeout_seconds: float = Field(120.0, gt=0, le=3600, description="Time for a whole probe, in seconds.")
+    trial_seconds: float = Field(
+        40.0, ge=0, description="Time of it for trying whether compiling in threads fails, in seconds; 0: no trial."
     )
 
 
@@ -220,7 +281,9 @@ class Config(Block):
     dataset: Dataset = Field(Dataset(), description="What the drafter learns from.")
     drafter: Drafter = Field(Drafter(), description="The shape of the drafter; the rest is the target's.")
     training: Training = Field(Training(), description="The training run.")
+    compile_cache: CompileCache = Field(CompileCache(), description="The compile cache.")
     checks: Checks = Field(Checks(), description="What must hold before a drafter is called trained.")
+    probe: Probe = Field(Probe(), description="Which torch build is on which machine (`snakemake probe`).")
 
 
 def load(raw: dict[str, Any], source: str = "config.yaml") -> Config:
@@ -248,43 +311,54 @@ def _explain(problem: Any, source: str) -> tuple[str, str]:
     dotted = ".".join(keys)
     if problem["type"] == "extra_forbidden":
         known = sorted(block.model_fields)
-        near = _nearest(keys)
+        near = _nearest(keys, block)
         hint = f"Did you mean {near}?" if near else f"Known keys here: {', '.join(known)}."
         return f"{source}: {dotted}: unknown key (value {problem['input']!r}).", hint
     field = block.model_fields.get(keys[-1]) if keys else None
-    allowed = _allowed(field) if field is not None else "a block of keys"
+    if keys[-1:] == ["[key]"]:
+        dotted, allowed = ".".join(keys[:-2]), "names of letters, digits, dots, dashes and underscores"
+    else:
+        allowed = _allowed(field) if field is not None else _type_words(block)
     return f"{source}: {dotted or 'the configuration'}: {problem['input']!r} is not allowed.", f"Allowed: {allowed}."
 
 
 def _walk(path: list[str]) -> tuple[type[BaseModel], list[str]]:
     """The block that holds the key of a pydantic location, and the location without list indices and union tags."""
     block: type[BaseModel] = Config
+    parent = block
     keys: list[str] = []
-    for part in path:
+    parts = iter(path)
+    for part in parts:
         keys.append(part)
+        parent = block
         field = block.model_fields.get(part)
-        if field is None:
-            break
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            block = field.annotation
-        else:
-            break
-    else:
-        # the path ends at a block itself: its parent holds the key
-        parent: type[BaseModel] = Config
-        for part in keys[:-1]:
-            annotation = parent.model_fields[part].annotation
-            assert isinstance(annotation, type)
-            parent = annotation
-        block = parent
-    return block, keys
+        inner = _block_of(field)
+        if field is None or inner is None:
+            return block, keys
+        if get_origin(field.annotation) is dict:  # the name of a block comes next
+            name = next(parts, None)
+            if name is None:
+                return block, keys
+            keys.append(name)
+            parent = inner
+        block = inner
+    # the path ends at a block itself: its parent holds the key
+    return parent, keys
 
 
-def _nearest(keys: list[str]) -> str | None:
+def _block_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The block that a field is, or of which it holds several by name."""
+    annotation = field.annotation if field is not None else None
+    if get_origin(annotation) is dict:
+        annotation = get_args(annotation)[1]
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _nearest(keys: list[str], block: type[BaseModel]) -> str | None:
     """The known key that resembles the given one most: in its own block first, then anywhere."""
     wanted, prefix = keys[-1], keys[:-1]
     everywhere = list(_all_keys(Config))
-    beside = [key for key in everywhere if key[:-1] == tuple(prefix)]
+    beside = [(*prefix, name) for name in block.model_fields]
     for pool in (beside, everywhere):
         names = {key[-1]: key for key in pool}
         match = difflib.get_close_matches(wanted, names, n=1, cutoff=0.6)
@@ -325,6 +399,8 @@ def _type_words(annotation: Any) -> str:
         return " | ".join(str(value) for value in arguments)
     if name in ("list", "tuple"):
         return "a list of " + _type_words(arguments[0]).removeprefix("a ").removeprefix("an ") + "s"
+    if name == "dict":
+        return "a block of names, each " + _type_words(arguments[1])
     if arguments:
         return " | ".join(_type_words(argument) for argument in arguments)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -375,7 +451,7 @@ def _yaml_lines(block: BaseModel, depth: int) -> list[str]:
 def _yaml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_yaml_value(item) for item in value) + "]"
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool | int | dict):
         return json.dumps(value)
     if isinstance(value, float):
         # YAML 1.1 wants a dot in a number with an exponent

@@ -1,5 +1,6 @@
 """The compiled GPU path against the dense one on the CPU, and proofs that it is the fused path."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ if not torch.cuda.is_available():
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
-from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 
 from draftflow.drafter.anchors import Anchors, sample_anchors  # noqa: E402
 from draftflow.drafter.attention import attend, forbid_dense  # noqa: E402
@@ -161,6 +162,30 @@ def test_dense_attention_is_refused() -> None:
         with pytest.raises(DraftflowError, match="dense"):
             torch.compile(flex_attention, disable=True)(x, x, x)
         torch.compile(flex_attention, fullgraph=True)(x, x, x)
+
+
+def test_a_dense_call_at_training_length_raises_in_milliseconds_and_takes_no_memory() -> None:
+    q = torch.randn(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 8, 8192, 128, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 8192, 8192, device="cuda")
+    calls = {
+        "attend": lambda: attend(q, k, k, mask),
+        "flex_attention": lambda: flex_attention(q, k, k, block_mask=mask, enable_gqa=True),
+    }
+    seconds = {}
+    with forbid_dense():
+        for name, call in calls.items():
+            start = time.perf_counter()
+            with pytest.raises(DraftflowError, match=r"\[1, 32, 8192, 8192\] take 8,589,934,592 bytes \(8.00 GiB\)"):
+                call()
+            seconds[name] = time.perf_counter() - start
+    print("raised after", {name: f"{value * 1e3:.2f} ms" for name, value in seconds.items()})
+    assert seconds["attend"] < 0.005
+    assert seconds["flex_attention"] < 1  # torch prepares the dense call before it makes it
+    assert torch.cuda.max_memory_allocated() - before < 2**30
 
 
 def without_sync(function: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from draftflow.checks.collect import collect
-from draftflow.checks.compiled import SURPRISES, compile_checks
+from draftflow.checks.compiled import SURPRISES, compile_checks, stage_check
 from draftflow.checks.loss_curve import loss_checks, read_metrics, series
 from draftflow.checks.result import Check, not_run
 from draftflow.checks.verdict import judge, table
@@ -74,34 +74,56 @@ def test_a_broken_metrics_line_is_named(tmp_path):
         read_metrics(path)
 
 
-def guard(**counts):
-    return {"guard": dict.fromkeys(SURPRISES, 0) | {"fx_graph_hits": 3, "recompiles": []} | counts}
+def counted(**counts):
+    return dict.fromkeys(SURPRISES, 0) | {"fx_graph_hits": 3, "recompiles": [], "reasons": []} | counts
 
 
-def warmed(kind):
-    return {"holds": {"plan": {"device_kind": kind}}}
+def guarded(*ranks):
+    return {"guard": list(ranks or [counted()])}
 
 
-def test_training_that_only_loads_compiled_code_passes(tmp_path):
-    found = compile_checks(guard(), warmed("cpu"), tmp_path, "error")
-    assert {check.check: check.passed for check in found} == {"compile_surprises": True, "compile_hits": True}
+FUSED = {"triton_tem_fused_flex_attention_3": 5, "triton_tem_fused_flex_attention_backward_mul_7": 5}
+
+
+def warmed(kind, kernels=None, peak=10, bound=20):
+    memory = {"peak_bytes": {"gpu": peak}, "bound_bytes": bound}
+    return {"holds": {"plan": {"device_kind": kind}}, "proof": {"kernels": kernels}, "memory": memory}
+
+
+def by_name(checks):
+    return {check.check: check.passed for check in checks}
+
+
+def test_training_that_only_loads_compiled_code_passes():
+    found = compile_checks(guarded(), warmed("cpu"), "error")
+    assert by_name(found) == {"compile_surprises": True, "compile_hits": True}
 
 
 @pytest.mark.parametrize("name", SURPRISES)
-def test_each_surprise_fails_and_is_named(tmp_path, name):
-    check = compile_checks(guard(**{name: 2}), warmed("cpu"), tmp_path, "error")[0]
+def test_each_surprise_of_any_process_fails_and_is_named_with_its_reason(name):
+    check = compile_checks(guarded(counted(), counted(**{name: 2}, reasons=["f: because"])), warmed("cpu"), "error")[0]
     assert (check.passed, check.figure) == (False, 2)
     assert name.replace("_", " ") in check.explanation
+    assert "f: because" in check.explanation
 
 
-def test_training_that_compiled_nothing_fails(tmp_path):
-    assert compile_checks(guard(fx_graph_hits=0), warmed("cpu"), tmp_path, "error")[1].passed is False
+def test_training_of_which_one_process_compiled_nothing_fails():
+    check = compile_checks(guarded(counted(), counted(fx_graph_hits=0)), warmed("cpu"), "error")[1]
+    assert check.passed is False
 
 
-def test_a_surprise_is_only_a_warning_where_the_configuration_says_so(tmp_path):
-    check = compile_checks(guard(fx_graph_misses=1), warmed("cpu"), tmp_path, "warn")[0]
+def test_a_surprise_is_only_a_warning_where_the_configuration_says_so():
+    check = compile_checks(guarded(counted(fx_graph_misses=1)), warmed("cpu"), "warn")[0]
     assert check.passed is True
     assert "1 fx graph misses" in check.warning
+
+
+@pytest.mark.parametrize(("mode", "passed"), [("error", False), ("warn", True)])
+def test_a_compile_in_a_stage_after_training_is_found(mode, passed):
+    check = stage_check("generation", counted(compiles_after_warmup=1, reasons=["greedy: new shape"]), mode)
+    assert (check.check, check.passed, check.figure) == ("generation_compile", passed, 1)
+    assert "greedy: new shape" in check.explanation
+    assert stage_check("generation", counted(), mode).passed
 
 
 def test_the_guard_counts_what_is_checked():
@@ -109,22 +131,26 @@ def test_the_guard_counts_what_is_checked():
     from draftflow.compile_cache.guard import AFTER_WARM_UP, WITH_A_WARM_CACHE, Guard
 
     assert set(SURPRISES) == set(AFTER_WARM_UP) | set(WITH_A_WARM_CACHE)
-    assert {*SURPRISES, "fx_graph_hits", "recompiles"} <= Guard("warn").counts().keys()
+    assert {*SURPRISES, "fx_graph_hits", "recompiles", "reasons"} <= Guard("warn").counts().keys()
 
 
 @pytest.mark.parametrize(
-    ("code", "passed"),
+    ("kernels", "passed"),
     [
-        ("def triton_tem_fused_flex_attention_3():\ndef triton_tem_fused_flex_attention_backward_mul_7():", True),
-        ("def triton_tem_fused_flex_attention_3():", False),
-        ("def triton_poi_fused_mul_0():", False),
+        (FUSED, True),
+        ({"triton_tem_fused_flex_attention_3": 5}, False),
+        ({"triton_poi_fused_mul_0": 5}, False),
+        ({}, False),
     ],
 )
-def test_on_a_gpu_the_fused_kernels_must_be_in_the_cache(tmp_path, code, passed):
-    (tmp_path / "inductor/ab").mkdir(parents=True)
-    (tmp_path / "inductor/ab/code.py").write_text(code)
-    found = compile_checks(guard(), warmed("cuda"), tmp_path, "error")
-    assert {check.check: check.passed for check in found}["compile_fused_attention"] is passed
+def test_on_a_gpu_the_step_must_launch_the_fused_kernels(kernels, passed):
+    found = compile_checks(guarded(), warmed("cuda", kernels), "error")
+    assert by_name(found)["compile_fused_attention"] is passed
+
+
+@pytest.mark.parametrize(("peak", "passed"), [(20, True), (21, False)])
+def test_on_a_gpu_a_step_takes_no_more_than_its_bound(peak, passed):
+    assert by_name(compile_checks(guarded(), warmed("cuda", FUSED, peak), "error"))["compile_memory"] is passed
 
 
 def finding(name="weights_finite", passed=True, figure=0, warning=None):

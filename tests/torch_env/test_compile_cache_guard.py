@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 
 pytest.importorskip("torch")
@@ -15,7 +17,8 @@ def double(x):
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
+def fresh_dynamo(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -36,13 +39,40 @@ def test_known_shapes_are_no_surprise():
     assert guard.counts()["compiles_after_warmup"] == 0
 
 
-def test_a_new_shape_after_warm_up_is_an_error_with_its_reason():
+def test_a_new_shape_after_warm_up_is_an_error_with_its_place_and_reason():
     guard, function = Guard("error"), compiled()
     function(torch.ones(3))
     guard.seal()
     function(torch.ones(5))
-    with pytest.raises(DraftflowError, match=r"1 graphs compiled after.*double.*size mismatch.*expected 3, actual 5"):
+    place = r"double \(torch_env/test_compile_cache_guard.py:\d+\)"
+    with pytest.raises(DraftflowError, match=rf"1 graphs compiled after.*{place}.*size mismatch.*expected 3, actual 5"):
         guard.check()
+    (reason,) = guard.counts()["reasons"]
+    assert "size mismatch" in reason
+    assert len(guard.counts()["recompiles"]) == 1
+
+
+def test_a_first_call_after_warm_up_is_an_error_too():
+    guard = Guard("error")
+    guard.seal()
+    compiled()(torch.ones(3))
+    with pytest.raises(DraftflowError, match=r"1 graphs compiled after .* \(double"):
+        guard.check()
+
+
+def test_a_backward_after_warm_up_is_told_from_a_forward():
+    guard, function = Guard("error"), compiled()
+    guard.seal()
+    function(torch.ones(3, requires_grad=True)).sum().backward()
+    assert [reason.endswith(", backward") for reason in guard.counts()["reasons"]] in ([False, True], [False])
+
+
+def test_a_closed_guard_counts_no_more():
+    guard = Guard("error")
+    guard.seal()
+    guard.close()
+    compiled()(torch.ones(3))
+    guard.check()
 
 
 def test_a_warning_is_said_once_for_each_surprise(capsys):
@@ -77,6 +107,41 @@ def test_graph_breaks_are_surprises():
     torch.compile(broken, backend="eager")(torch.ones(3))
     with pytest.raises(DraftflowError, match="graph breaks"):
         guard.check()
+
+
+def test_a_miss_is_told_with_the_function_that_missed():
+    guard = Guard("error")
+
+    @torch.compile(backend="inductor", dynamic=False)
+    def triple(x):
+        return x * 3 + 1
+
+    triple(torch.ones(17))
+    with pytest.raises(DraftflowError, match=r"1 misses of the FX graph cache.*[(]triple \(.*guard.py:\d+\): misses"):
+        guard.check()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        ("torch._dynamo.config", "error_on_nested_fx_trace", False),
+        ("torch._dynamo.config", "suppress_errors", True),
+        ("torch._dynamo.config", "disable", True),
+        ("torch._inductor.config", "force_disable_caches", True),
+        ("torch.nn.attention.flex_attention", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+    ],
+)
+def test_a_switch_that_makes_attention_dense_is_refused_at_the_start_and_when_it_is_set_later(module, name, value):
+    guard, holder = Guard("error"), importlib.import_module(module)
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        with pytest.raises(DraftflowError, match=f"{name} = {value} .* Take it out"):
+            Guard("error")
+        with pytest.raises(DraftflowError, match=name):
+            guard.seal()
+    finally:
+        setattr(holder, name, before)
 
 
 def test_the_recompile_limit_raises_and_does_not_run_eagerly():

@@ -27,7 +27,16 @@ from draftflow.training.plan import make_plan  # noqa: E402
 from draftflow.training.step import Step  # noqa: E402
 
 DRAFTER = {"layers": 1, "block_size": 4, "taps": 5, "target_layers": None, "mask_token": "auto"}
-SETTINGS = {"drafter": DRAFTER, "row_length": 48, "training": {"seed": 5}}
+SETTINGS = {
+    "drafter": DRAFTER,
+    "row_length": 48,
+    "rows_per_step": 2,
+    "anchors_per_row": 6,
+    "precision": "auto",
+    "devices": {"kind": "cpu", "ids": [0], "slug": "cpu"},
+    "training": {"seed": 5},
+    "checks": {"compile": "error"},
+}
 TRAINED = {
     "settings": SETTINGS,
     "run_digest": "0123456789ab",
@@ -99,7 +108,9 @@ def export_run(monkeypatch, run: Path, target_folder: Path) -> Path:
 
 def check_weights(monkeypatch, run: Path, target_folder: Path) -> dict[str, bool | None]:
     arguments = ["--drafter", run / "drafter", "--checkpoints", run / "checkpoints", "--train", run / "train.json"]
-    arguments += ["--rows", run / "rows.safetensors", "--target", target_folder, "--device", "cpu"]
+    arguments += ["--rows", run / "rows.safetensors", "--target", target_folder]
+    # eager here; whole runs of the workflow look at compiled layers
+    monkeypatch.setattr(weights.Drafter, "compile_layers", lambda drafter: None)
     stage(monkeypatch, weights, *arguments, "--record", run / "weights.json")
     return {check.check: check.passed for check in read_checks(run / "weights.json")}
 
@@ -144,7 +155,14 @@ def test_every_check_of_an_exported_drafter_passes(monkeypatch, run, target_fold
     reference = found.pop("reload_reference")
     assert reference in (True, None)
     assert set(found.values()) == {True}
-    assert {"weights_moved", "reload_weights", "mask_leak", "taps_features", "taps_layers"} <= found.keys()
+    assert {
+        "weights_compile",
+        "weights_moved",
+        "reload_weights",
+        "mask_leak",
+        "taps_features",
+        "taps_layers",
+    } <= found.keys()
 
 
 def test_an_unsound_export_is_found_and_not_loaded(monkeypatch, run, target_folder):
@@ -182,7 +200,7 @@ def test_training_starts_from_the_weights_that_the_check_compares_with(target_fo
 
 def test_generation_writes_findings_acceptance_and_the_table(monkeypatch, run, target_folder):
     folder = export_run(monkeypatch, run, target_folder)
-    settings = {"prompts": 24, "max_new_tokens": 12, "acceptance_floor": 1.0}
+    settings = {"prompts": 24, "max_new_tokens": 12, "acceptance_floor": 1.0, "compile": "error"}
     arguments = ["--settings", json.dumps(settings), "--drafter", folder, "--target", target_folder]
     arguments += ["--held-out", run / "held_out.jsonl", "--device", "cpu"]
     stage(monkeypatch, generation, *arguments, "--record", run / "generation.json", "--table", run / "acceptance.tsv")

@@ -38,10 +38,18 @@ class Case:
             command += [f"--{name}", str(path)]
         return command
 
-    def warm(self) -> subprocess.CompletedProcess:
+    def warming(self, **paths: Path) -> list[str]:
         outputs = {"cache": self.folder / "cache", "record": self.warm_record}
-        command = self.command("compile_cache.warm", SETTINGS, ("target", "fingerprint"), **outputs)
-        return subprocess.run(command, capture_output=True, text=True, env=environment())
+        return self.command("compile_cache.warm", SETTINGS, ("target", "fingerprint"), **{**outputs, **paths})
+
+    def warm(self, **paths: Path) -> subprocess.CompletedProcess:
+        return subprocess.run(self.warming(**paths), capture_output=True, text=True, env=environment())
+
+    @property
+    def cache(self) -> Path:
+        """The folder of the one cache key."""
+        (manifest,) = self.folder.glob("cache/*/manifest.json")
+        return manifest.parent
 
     def training(self, settings: dict = SETTINGS, **paths: Path) -> list[str]:
         outputs = {
@@ -76,7 +84,23 @@ def test_warm_up_compiles_once_and_a_fresh_process_hits(case):
     assert proof["counts"]["fx_graph_misses"] == proof["counts"]["autograd_misses"] == 0
     assert device["counts"]["compiles_after_warmup"] == proof["counts"]["compiles_after_warmup"] == 0
     assert record["warm_seconds"] < record["cold_seconds"] / 2
-    assert record["size_bytes"] > 10_000
+    libraries = device["caches"]["cpp"]["misses"]
+    assert libraries > 0
+    assert proof["caches"] == {
+        "fx_graph": {"hits": 3, "misses": 0},
+        "aot_autograd": {"hits": 2, "misses": 0},
+        "triton": {"hits": 0, "misses": 0},
+        "cpp": {"hits": libraries, "misses": 0},
+        "autotune": {"hits": 0, "misses": 0},
+    }
+    assert device["graphs"] == proof["graphs"] == 3
+    assert device["phases"]["build"] > proof["phases"]["build"]
+    assert device["phases"]["lower"] > 0 == proof["phases"]["lower"]
+    assert sum(proof["phases"].values()) == pytest.approx(proof["first_pass_seconds"], abs=0.1)
+    assert record["artefacts"]["bytes"] > 10_000
+    assert record["artefacts"]["files"] > libraries
+    assert record["found"] == {"state": "empty"}
+    assert record["holds"]["settings"]["TORCHINDUCTOR_FX_GRAPH_CACHE"] == "1"
     assert record["holds"]["fingerprint"]["fields"]["torch git"]
     assert (case.warm_record.parent / record["folder"] / "inductor").is_dir()
 
@@ -109,8 +133,12 @@ def test_a_signal_stops_with_a_checkpoint_and_the_same_command_finishes(case):
     assert steps[-1] == record["steps"] == 500
     assert record["last_loss"] < record["first_loss"] - 2
     assert record["last_held_out_loss"] < record["first_held_out_loss"]
-    assert record["guard"]["fx_graph_misses"] == record["guard"]["compiles_after_warmup"] == 0
-    assert record["guard"]["fx_graph_hits"] == 3
+    (guard,) = record["guard"]
+    assert guard["fx_graph_misses"] == guard["compiles_after_warmup"] == 0
+    assert guard["reasons"] == []
+    assert guard["fx_graph_hits"] == 3
+    assert record["cache"]["files"] > 10
+    assert record["cache"]["damaged"] == {}
     assert record["feature_cache"]["hits"] > 0
     assert record["seconds_to_first_step"] > 0
     assert list((case.run / "tensorboard").glob("events*"))
@@ -158,6 +186,95 @@ def test_another_plan_than_was_warmed_is_refused(case, change, words):
     assert done.returncode == 1
     assert words in done.stderr
     assert "snakemake --forcerun warm_cache" in done.stderr
+
+
+def damage_nothing(cache):
+    return {}
+
+
+def truncate_a_library(cache):
+    path = next(cache.rglob("*.so"))
+    path.write_bytes(path.read_bytes()[:100])
+    return {str(path.relative_to(cache)): "truncated, 100 of"}
+
+
+def exchange_a_graph(cache):
+    path = next(path for path in (cache / "inductor/fxgraph").rglob("*") if path.is_file())
+    path.write_bytes(path.read_bytes()[::-1])
+    return {str(path.relative_to(cache)): "changed"}
+
+
+def lose_the_manifest(cache):
+    (cache / "manifest.json").unlink()
+    return {"manifest.json": "missing"}
+
+
+@pytest.mark.parametrize("damage", [damage_nothing, truncate_a_library, exchange_a_graph, lose_the_manifest])
+def test_what_is_damaged_in_the_cache_is_compiled_anew_before_training_and_recorded(case, damage, tmp_path):
+    words = damage(case.cache)
+    outputs = {name: tmp_path / name for name in ("checkpoints", "metrics", "tensorboard", "record")}
+    done = case.train(make_settings(steps=4), **outputs)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record").read_text())
+    assert {path: found.startswith(words[path]) for path, found in record["cache"]["damaged"].items()} == dict.fromkeys(
+        words, True
+    )
+    assert ("recompiled_seconds" in record["cache"]) == bool(words)
+    assert ("warning: the compile cache is damaged" in done.stdout) == bool(words)
+    (guard,) = record["guard"]
+    assert (guard["fx_graph_hits"], guard["fx_graph_misses"]) == (3, 0)
+
+
+def test_a_foreign_file_in_the_cache_is_removed_and_recorded(case, tmp_path):
+    foreign = next((case.cache / "inductor/fxgraph").glob("*/*")) / "foreign"
+    foreign.write_bytes(b"not ours")
+    outputs = {name: tmp_path / name for name in ("checkpoints", "metrics", "tensorboard", "record")}
+    done = case.train(make_settings(steps=4), **outputs)
+    assert done.returncode == 0, done.stderr
+    assert f"removed {foreign.relative_to(case.cache)}" in done.stdout
+    assert not foreign.exists()
+    assert json.loads((tmp_path / "record").read_text())["cache"]["foreign"] == [str(foreign.relative_to(case.cache))]
+
+
+def test_warming_again_finds_everything_and_a_damaged_cache_is_begun_anew(case, tmp_path):
+    assert case.warm(record=tmp_path / "warm.json").returncode == 0
+    again = json.loads((tmp_path / "warm.json").read_text())
+    assert again["found"]["state"] == "whole"
+    assert not again["devices"][0]["cold"]
+    assert again["devices"][0]["caches"]["cpp"]["misses"] == 0
+
+    truncate_a_library(case.cache)
+    done = case.warm(record=tmp_path / "warm.json")
+    anew = json.loads((tmp_path / "warm.json").read_text())
+    assert "is not whole" in done.stdout
+    assert anew["found"]["state"] == "damaged"
+    assert anew["devices"][0]["cold"]
+
+
+def test_a_warm_cache_from_a_bundle_compiles_nothing(case, tmp_path):
+    packed = [sys.executable, "-m", "draftflow.compile_cache.bundle", "pack", "--record", str(case.warm_record)]
+    subprocess.run([*packed, "--output", str(tmp_path / "bundle.tar.xz")], check=True, env=environment())
+    outputs = {"cache": tmp_path / "cache", "record": tmp_path / "step/warm.json", "bundle": tmp_path / "bundle.tar.xz"}
+    done = case.warm(**outputs)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "step/warm.json").read_text())
+    assert not record["devices"][0]["cold"]
+    assert record["devices"][0]["caches"]["cpp"]["misses"] == 0
+    assert record["bundle"]["path"] == str(tmp_path / "bundle.tar.xz")
+    assert "from the bundle" in done.stdout
+
+
+def test_two_warm_ups_of_one_key_wait_for_one_another(case, tmp_path):
+    outputs = [{"cache": tmp_path / "cache", "record": tmp_path / f"{number}/warm.json"} for number in (1, 2)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment()}
+    both = [subprocess.Popen(case.warming(**paths), **pipes) for paths in outputs]
+    said = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    cold = [json.loads(paths["record"].read_text())["devices"][0]["cold"] for paths in outputs]
+    assert sorted(cold) == [False, True]
+    waited = said[cold.index(False)]
+    assert "waiting for the compile cache" in waited
+    assert f"process {both[cold.index(True)].pid} on" in waited
 
 
 def test_a_missing_warm_up_is_refused(case, tmp_path):

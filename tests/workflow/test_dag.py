@@ -31,6 +31,7 @@ WHOLE = {**DATASET, **UP_TO_WARM, **TRAINING, **CHECKS}
         ("environment", ENVIRONMENT),
         ("dataset", {**DATASET, "dataset": 1}),
         ("warm_cache", UP_TO_WARM),
+        ("bundle_cache", {**UP_TO_WARM, "bundle_cache": 1}),
         ("lock", {"lock": 1}),
     ],
 )

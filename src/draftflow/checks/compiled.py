@@ -1,72 +1,120 @@
 """Did training run the compiled code that warm-up made, and nothing else? From records; standard library only."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from draftflow.checks.result import Check
 
 # Counts of `compile_cache.guard.Guard` that must be zero once the cache is warm
-SURPRISES = ("compiles_after_warmup", "graph_breaks", "fx_graph_misses", "fx_graph_bypasses", "autograd_misses")
+SURPRISES = (
+    "compiles_after_warmup",
+    "graph_breaks",
+    "fx_graph_misses",
+    "fx_graph_bypasses",
+    "autograd_misses",
+    "autograd_bypasses",
+    "benchmarks",
+)
 
 KERNEL = re.compile(r"triton_tem_fused_\w*flex_attention\w*")
 
 
-def compile_checks(trained: dict[str, Any], warmed: dict[str, Any], cache: Path, mode: str) -> list[Check]:
+def compile_checks(trained: dict[str, Any], warmed: dict[str, Any], mode: str) -> list[Check]:
     """Findings on compilation.
 
     Args:
         trained: `train.json`.
         warmed: `warm.json`.
-        cache: the warmed folder.
         mode: `checks.compile`: `warn` lets a failure pass, with a warning.
     """
-    guard = trained["guard"]
-    found = {name: guard[name] for name in SURPRISES if guard[name]}
-    words = [f"{count} {name.replace('_', ' ')}" for name, count in found.items()]
-    detail = f": {'; '.join(words + guard['recompiles'])}" if found else ""
+    ranks = trained["guard"]
+    total = {name: sum(counts[name] for counts in ranks) for name in SURPRISES}
+    reasons = [reason for counts in ranks for reason in counts["reasons"]]
+    hits = min(counts["fx_graph_hits"] for counts in ranks)
     checks = [
-        Check(
+        _surprises(
             "compile_surprises",
-            not found,
-            sum(found.values()),
-            "0 events",
-            f"Compiles, graph breaks and cache misses in training after warm-up{detail}.",
-            "guard in train.json, and `snakemake --forcerun warm_cache`",
+            total,
+            reasons,
+            f"Compiles, graph breaks and cache misses in training after warm-up, of {len(ranks)} processes",
         ),
         Check(
             "compile_hits",
-            guard["fx_graph_hits"] >= 1,
-            guard["fx_graph_hits"],
+            hits >= 1,
+            hits,
             ">= 1 graph",
-            "Graphs that training took from the warm cache: without any, it did not run compiled code.",
+            "Graphs that each training process took from the warm cache: without any, it did not run compiled code.",
             "guard in train.json, and TORCH variables of the environment",
         ),
     ]
     if warmed["holds"]["plan"]["device_kind"] == "cuda":
-        checks.append(fused_check(cache))
-    return [_only_warn(check) if mode == "warn" and not check.passed else check for check in checks]
+        checks += [fused_check(warmed["proof"]["kernels"]), memory_check(warmed["memory"])]
+    return [_only_warn(check, mode) for check in checks]
 
 
-def fused_check(cache: Path) -> Check:
-    """The compiled code calls flex_attention's fused kernels, forward and backward.
+def stage_check(stage: str, counts: Mapping[str, Any], mode: str) -> Check:
+    """Finding on a stage after training that compiles nothing, or finds all of it in the warm cache.
 
-    A dense call in training needs no check: it ends training (drafter/attention.py).
+    Args:
+        stage: name of the stage, in the name of the finding.
+        counts: of its guard.
+        mode: `checks.compile`.
     """
-    kernels: set[str] = set()
-    for path in cache.rglob("*.py"):
-        kernels.update(KERNEL.findall(path.read_text(encoding="utf-8", errors="replace")))
-    backward = {name for name in kernels if "backward" in name}
+    total = {name: counts[name] for name in SURPRISES}
+    explanation = f"Compiles, graph breaks and cache misses in check_{stage}"
+    return _only_warn(_surprises(f"{stage}_compile", total, counts["reasons"], explanation), mode)
+
+
+def fused_check(kernels: Mapping[str, int]) -> Check:
+    """The step launches flex_attention's fused kernels, forward and backward.
+
+    A dense call needs no check: it ends training (drafter/attention.py).
+
+    Args:
+        kernels: launches of one step, by name, as the profiler of the GPU saw them in warm-up's proof.
+    """
+    fused = {name for name in kernels if KERNEL.fullmatch(name)}
+    backward = {name for name in fused if "backward" in name}
     return Check(
         "compile_fused_attention",
-        bool(backward) and backward < kernels,
-        f"{len(kernels - backward)} forward, {len(backward)} backward",
+        bool(backward) and backward < fused,
+        f"{len(fused - backward)} forward, {len(backward)} backward",
         ">= 1 of each",
-        "Fused kernels of flex_attention in the code of the warm cache, by name.",
-        f"the code in {cache}, and drafter/attention.py",
+        "Fused kernels of flex_attention that the step launches, by name.",
+        "proof.kernels in warm.json, and drafter/attention.py",
     )
 
 
-def _only_warn(check: Check) -> Check:
+def memory_check(memory: Mapping[str, Any]) -> Check:
+    """The step takes no more of the GPU than its tensors can: something that should not be there would be large."""
+    peak, bound = memory["peak_bytes"]["gpu"], memory["bound_bytes"]
+    return Check(
+        "compile_memory",
+        peak <= bound,
+        peak,
+        f"<= {bound} bytes",
+        "Largest memory of one step on the GPU, against the sum of what it holds.",
+        "memory in warm.json, by part, and training/memory.py",
+    )
+
+
+def _surprises(name: str, total: Mapping[str, int], reasons: list[str], explanation: str) -> Check:
+    found = {what: count for what, count in total.items() if count}
+    words = [f"{count} {what.replace('_', ' ')}" for what, count in found.items()]
+    detail = f": {'; '.join(words + reasons[:5])}" if found else ""
+    return Check(
+        name,
+        not found,
+        sum(found.values()),
+        "0 events",
+        f"{explanation}{detail}.",
+        "guard in the record, and `snakemake --forcerun warm_cache`",
+    )
+
+
+def _only_warn(check: Check, mode: str) -> Check:
+    if mode != "warn" or check.passed:
+        return check
     return replace(check, passed=True, warning=f"{check.figure}, should be {check.limit}: {check.explanation}")

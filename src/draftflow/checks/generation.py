@@ -2,7 +2,8 @@
 
 Greedy speculative decoding must give the target's own greedy tokens. Both run in fp32 (TF32 off), so that the only
 difference left is the shape of the target's forward: one token against a block. Where two logits are nearly equal, that
-can exchange them; such a difference is counted apart, and more than a few of them are an error.
+can exchange them; such a difference is counted apart, and more than a few of them are an error. Nothing is compiled:
+shapes change with every block.
 """
 
 import json
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 
 from draftflow.checks.acceptance import acceptance_length, bootstrap_interval
+from draftflow.checks.compiled import stage_check
 from draftflow.checks.result import Check, add_checks
+from draftflow.compile_cache.guard import Guard
+from draftflow.drafter.attention import forbid_dense
 from draftflow.drafter.checkpoint import load
 from draftflow.drafter.generate import generate, greedy, margin_at
 from draftflow.drafter.model import Drafter
@@ -206,7 +210,9 @@ def main() -> None:
         target = load_target(arguments.target, device, torch.float32)
         drafter = load(arguments.drafter, device, torch.float32)
     outcomes = []
-    with record.part("generate"):
+    guard = Guard("warn")
+    guard.seal()
+    with record.part("generate"), forbid_dense():
         for number, prompt in enumerate(prompts, start=1):
             outcomes.append(decode(drafter, target, prompt, settings["max_new_tokens"]))
             length = acceptance_length([outcome.lengths for outcome in outcomes])
@@ -219,7 +225,10 @@ def main() -> None:
         | ({"differs_at": outcome.difference, "margin": outcome.margin} if outcome.difference is not None else {})
         for outcome in outcomes
     ]
-    add_checks(record, generation_checks(outcomes, acceptance, settings["acceptance_floor"]))
+    guard.check()
+    record["guard"] = guard.counts()
+    checks = generation_checks(outcomes, acceptance, settings["acceptance_floor"])
+    add_checks(record, [*checks, stage_check("generation", record["guard"], settings["compile"])])
     write_text(arguments.table, table(acceptance["by_position"]))
     record.write(arguments.record)
 

@@ -31,16 +31,19 @@ def leak(
     features: Tensor,
     row: dict[str, Tensor],
     visibility: Visibility,
+    batch: tuple[int, int] = (BLOCKS, BLOCKS),
     seed: int = 0,
 ) -> tuple[float, int, int]:
     """How much of the output of a few blocks depends on what they must not see.
 
     Args:
-        drafter: in fp32, on the device of the rest.
+        drafter: on the device of the rest.
         embed_weight: [V, H], the target's embedding.
-        features: [S, taps * H] of the row.
+        features: [S, taps * H] of the row, in the precision of the computation.
         row: `input_ids`, `document_ids`, `position_ids` and `loss_mask`, [S] each.
         visibility: the mask of training, `mask.allowed` or `mask.block_mask`.
+        batch: rows, and anchors per row, that the drafter is given at a time. With those of the plan, compiled layers
+            run the code of training.
         seed: of the anchors and of what is put in place of the features and tokens.
 
     Returns:
@@ -49,25 +52,38 @@ def leak(
     """
     generator = torch.Generator().manual_seed(seed)
     device, size = features.device, drafter.shape.block_size
-    anchors = sample_anchors(row["loss_mask"].cpu()[None], row["document_ids"].cpu()[None], BLOCKS, generator)
-    blocks = int(anchors.valid.sum())  # the valid ones come first
-    at = anchors.positions[0, :blocks, None].to(device)  # [blocks, 1]
-    anchors = Anchors(*(part.expand(blocks, -1) for part in anchors)).to(device)
+    rows, slots = batch
+    anchors = sample_anchors(row["loss_mask"].cpu()[None], row["document_ids"].cpu()[None], slots, generator)
+    valid = int(anchors.valid.sum())  # the valid ones come first
+    if not valid:
+        return 0.0, 0, 0
+    # blocks of the whole row, as many copies of it, in whole batches
+    chosen = torch.linspace(0, valid - 1, min(BLOCKS, valid)).long()
+    blocks = len(chosen)
+    each = torch.cat([chosen, chosen[:1].expand(-blocks % rows)]).to(device)
+    copies = len(each)
+    anchors = anchors.to(device)
+    at = anchors.positions[0, each, None]  # [copies, 1]
+    batch_anchors = Anchors(*(part.expand(rows, -1) for part in anchors))
     ids, documents, positions = (
-        row[name].to(device).long().expand(blocks, -1) for name in ("input_ids", "document_ids", "position_ids")
+        row[name].to(device).long().expand(copies, -1) for name in ("input_ids", "document_ids", "position_ids")
     )
-    index, each = torch.arange(ids.shape[1], device=device), torch.arange(blocks, device=device)
-    visible = (documents == documents.gather(1, at)) & (index < at)  # [blocks, S]
-    features = features.expand(blocks, -1, -1)
-    noise = torch.randn(features.shape, generator=generator).to(device) * features.std()
+    index = torch.arange(ids.shape[1], device=device)
+    visible = (documents == documents.gather(1, at)) & (index < at)  # [copies, S]
+    features = features.expand(copies, -1, -1)
+    noise = (torch.randn(features.shape, generator=generator).to(device) * features.std()).to(features.dtype)
     random_ids = torch.randint(embed_weight.shape[0], ids.shape, generator=generator).to(device)
-    mask = visibility(anchors, documents, size)
+    mask = visibility(batch_anchors, documents[:rows], size)
 
     def own_output(features: Tensor, ids: Tensor) -> Tensor:
-        """[blocks, size, H]: of copy j of the row, the output of block j."""
-        tokens, block_positions = block_inputs(ids, positions, anchors, size, drafter.shape.mask_token_id)
-        hidden = drafter(features, F.embedding(tokens, embed_weight), positions, block_positions, mask)
-        return hidden.unflatten(1, (-1, size))[each, each]
+        """[copies, size, H]: of copy j of the row, the output of its block."""
+        outputs = []
+        for part in torch.arange(copies, device=device).split(rows):
+            where = positions[part]
+            tokens, block_positions = block_inputs(ids[part], where, batch_anchors, size, drafter.shape.mask_token_id)
+            hidden = drafter(features[part], F.embedding(tokens, embed_weight), where, block_positions, mask)
+            outputs.append(hidden.unflatten(1, (-1, size))[torch.arange(rows, device=device), each[part]].float())
+        return torch.cat(outputs)
 
     before = own_output(features, ids)
     hidden_changed = own_output(
@@ -76,7 +92,7 @@ def leak(
     seen_changed = own_output(torch.where((index == at - 1)[:, :, None], noise, features), ids)
     scale = before.abs().max()
     largest = ((hidden_changed - before).abs().max() / scale).item()
-    reactions = (seen_changed - before).abs().amax(dim=(1, 2)) / scale
+    reactions = (seen_changed - before)[:blocks].abs().amax(dim=(1, 2)) / scale
     return largest, int((reactions <= LIMIT).sum()), blocks
 
 
@@ -86,11 +102,12 @@ def mask_checks(
     features: Tensor,
     row: dict[str, Tensor],
     visibility: Visibility | None = None,
+    batch: tuple[int, int] = (BLOCKS, BLOCKS),
 ) -> list[Check]:
     """Two findings: nothing leaks, and what a block may see reaches it. Arguments as of `leak`."""
     if visibility is None:
         visibility = block_mask if features.is_cuda else allowed
-    largest, deaf, blocks = leak(drafter, embed_weight, features, row, visibility)
+    largest, deaf, blocks = leak(drafter, embed_weight, features, row, visibility, batch)
     return [
         Check(
             "mask_leak",

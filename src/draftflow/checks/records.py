@@ -18,10 +18,9 @@ def main() -> None:
     arguments = parser.parse_args()
     record = Record("check_records")
     trained, warmed = read_json(arguments.train), read_json(arguments.warm)
-    cache = arguments.warm.parent / warmed["folder"]
     vocab_size = warmed["holds"]["plan"]["drafter"]["vocab_size"]
     checks = loss_checks(read_metrics(arguments.metrics), vocab_size)
-    checks += compile_checks(trained, warmed, cache, arguments.settings["compile"])
+    checks += compile_checks(trained, warmed, arguments.settings["compile"])
     add_checks(record, checks)
     record.write(arguments.record)
 

@@ -1,10 +1,12 @@
 """Stage: is the exported drafter whole, is it what training left, and does it see what it may see?
 
-Four things that need torch and a loaded drafter, in one process: weights, reload, mask and taps.
+Four things that need torch and a loaded drafter, in one process: weights, reload, mask and taps. The mask is looked at
+in the compiled code of training, in its shapes and precision, from the warm cache.
 """
 
 import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftflow.checks.compiled import stage_check
 from draftflow.checks.mask import mask_checks
 from draftflow.checks.result import Check, add_checks, not_run, read_json
 from draftflow.checks.taps import features_check, layers_check, tap_error
+from draftflow.compile_cache.guard import Guard
+from draftflow.compile_cache.inductor import prepare_inductor
 from draftflow.drafter import checkpoint
 from draftflow.drafter.attention import forbid_dense
 from draftflow.drafter.model import Drafter
@@ -24,7 +29,9 @@ from draftflow.stage import Record, run_stage, say, stage_parser
 from draftflow.target.features import FeatureExtractor
 from draftflow.target.load import Target, load_target
 from draftflow.training.data import read_rows
+from draftflow.training.devices import from_settings
 from draftflow.training.export import final_checkpoint
+from draftflow.training.plan import Plan, make_plan
 
 MOVED = 1e-4  # least relative movement; rounding over 1,000,000 steps of fp32 explains less
 
@@ -177,15 +184,16 @@ def initial_weights(shape: DrafterShape, seed: int) -> dict[str, Tensor]:
     return Drafter(shape, torch.Generator().manual_seed(seed)).state_dict()
 
 
-def drafter_checks(folder: Path, target_folder: Path, row: dict[str, Tensor], device: str) -> list[Check]:
+def drafter_checks(folder: Path, target_folder: Path, row: dict[str, Tensor], plan: Plan) -> list[Check]:
     """Findings on the loaded drafter: reference implementation, mask, taps.
 
     Args:
         folder: the exported drafter.
         target_folder: the prepared target.
         row: a held-out row, `input_ids`, `document_ids`, `position_ids` and `loss_mask`, [S] each.
-        device: `cpu` or `cuda`; on the latter the drafter's layers are compiled, as in training.
+        plan: of the training run.
     """
+    device = plan.device_kind
     target = load_target(target_folder, device, torch.float32)
     drafter = checkpoint.load(folder, device, torch.float32)
     taps = list(drafter.shape.target_layer_ids)
@@ -193,9 +201,11 @@ def drafter_checks(folder: Path, target_folder: Path, row: dict[str, Tensor], de
     row = {name: value.to(device) for name, value in row.items()}
     features = extractor(*(row[name][None] for name in ("input_ids", "document_ids", "position_ids")))[0]
     found = [reference_check(folder, drafter, target, features, row)]
-    if device == "cuda":
-        drafter.compile_layers()
-    found += mask_checks(drafter, target.embed_weight, features, row)
+    prepare_inductor(device)
+    drafter.compile_layers()
+    precision = getattr(torch, plan.precision)
+    embed_weight, batch = target.embed_weight.to(precision), (plan.rows, plan.anchors)
+    found += mask_checks(drafter, embed_weight, features.to(precision), row, batch=batch)
     return [*found, features_check(tap_error(target, extractor, taps, row))]
 
 
@@ -207,15 +217,16 @@ def main() -> None:
     parser.add_argument("--train", type=Path, required=True, help="train.json")
     parser.add_argument("--rows", type=Path, required=True, help="rows.safetensors")
     parser.add_argument("--target", type=Path, required=True, help="folder of the prepared target")
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--record", type=Path, required=True, help="record to write")
     arguments = parser.parse_args()
-    record = Record("check_weights", device=arguments.device)
-    torch.set_float32_matmul_precision("highest")
+    record = Record("check_weights")
     trained = read_json(arguments.train)
     settings = trained["settings"]
     description = read_json(arguments.target / "target.json")
     shape = DrafterShape.from_target(description, settings["drafter"])
+    devices = from_settings(settings)
+    plan = make_plan(asdict(shape), settings, devices.kind, devices.count)
+    record["device"] = devices.kind
     config = read_json(arguments.drafter / checkpoint.CONFIG)
     with record.part("weights"):
         exported = load_file(arguments.drafter / checkpoint.WEIGHTS)
@@ -233,7 +244,11 @@ def main() -> None:
             _, held_out = read_rows(arguments.rows, settings["row_length"])
             names = ("input_ids", "document_ids", "position_ids", "loss_mask")
             row = {name: getattr(held_out, name)[0] for name in names}
-            checks += drafter_checks(arguments.drafter, arguments.target, row, arguments.device)
+            guard = Guard("warn")
+            checks += drafter_checks(arguments.drafter, arguments.target, row, plan)
+            guard.check()
+            record["guard"] = guard.counts()
+            checks.append(stage_check("weights", record["guard"], settings["checks"]["compile"]))
     else:
         say("the weights are not sound, so that the drafter is not loaded")
     add_checks(record, checks)

@@ -2,71 +2,125 @@
 
 import argparse
 import json
+import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftflow.errors import DraftflowError
-from draftflow.stage import write_json
+from draftflow.stage import as_refusal, write_json
+
+KERNEL = re.compile(r"triton_\w+")
 
 
-def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, target: Path) -> dict[str, Any]:
+def exercise(
+    settings: dict[str, Any], world_size: int, fingerprint: Path, target: Path, name_kernels: bool
+) -> dict[str, Any]:
     """Two training steps and an evaluation; the second step shows that the first left nothing to compile.
 
-    Returns:
-        counts: of the compile guard. first_pass_seconds: the first step and the evaluation, which compile or load.
-        step_seconds: of the second step. phases: torch.compile's own timers, seconds, at least 0.05; they nest.
-        peak_memory_bytes: of the process.
-    """
-    import torch
-    from torch._dynamo.utils import compilation_time_metrics
+    Args:
+        settings: what shapes the step.
+        world_size: number of devices of the run.
+        fingerprint: `fingerprint.json`.
+        target: folder of the prepared target.
+        name_kernels: run a third step under the profiler of a GPU, and name its Triton kernels.
 
+    Returns:
+        counts: of the compile guard. caches: hits and misses of each. graphs: that were traced.
+        first_pass_seconds: the first step and the evaluation, which compile or load; phases: where they went, of which
+        `other` is running, importing and starting the device. step_seconds: of the second step. parts: seconds of the
+        process from its start to the end of the first pass. kernels: Triton's, by name, if asked for.
+        peak_memory_bytes: of the process; memory_bound_bytes: by part, on a GPU.
+    """
+    started = _since_start()
+    import torch
+
+    from draftflow.compile_cache.caches import artefacts, hits_and_misses, requested_kernels
     from draftflow.compile_cache.guard import Guard
-    from draftflow.compile_cache.location import as_fingerprinted
+    from draftflow.compile_cache.location import as_fingerprinted, folder_in_use
+    from draftflow.compile_cache.timing import phases
     from draftflow.drafter.attention import forbid_dense
     from draftflow.drafter.loss import default_gamma
     from draftflow.environment.fingerprint import require_same
     from draftflow.training.data import rows_of_one_token
+    from draftflow.training.memory import step_bound
     from draftflow.training.optimizer import Hyperparameters
     from draftflow.training.plan import plan_of_run
     from draftflow.training.process import make_process, peak_memory_bytes
 
-    with as_fingerprinted(json.loads(fingerprint.read_text())["compile"]["fields"]):
-        require_same(fingerprint)
-    # misses are what a cold device is for; surprises are the second step's
-    guard = Guard("error", warm=False)
-    kind = settings["devices"]["kind"]
-    shape, plan = plan_of_run(settings, target, kind, world_size)
-    hyper = Hyperparameters(steps=2, gamma=default_gamma(plan.block_size))
-    rows = rows_of_one_token(plan, plan.rows)
-    process = make_process(shape, plan, hyper, (rows, rows), target, feature_cache_gb=0.0)
+    parts = {"interpreter": started, "imports": _since_start() - started}
 
     def finish() -> float:
         if kind == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    with forbid_dense():
-        batch = process.batches.train(0).to(process.device)
-        features = process.source(batch)
-        process.step.source = lambda _: features  # the target is not compiled; once is enough
+    def timed(name: str, work: Callable[[], Any]) -> Any:
         start = finish()
-        process.step.train(batch, 0)
-        process.step.evaluate([batch])
-        first_pass = finish() - start
+        result = work()
+        parts[name] = finish() - start
+        return result
+
+    kind = settings["devices"]["kind"]
+    folder = folder_in_use()
+    before = artefacts(folder)
+    with as_fingerprinted(json.loads(fingerprint.read_text())["compile"]["fields"]):
+        timed("fingerprint", lambda: require_same(fingerprint))
+    # misses are what a cold device is for; surprises are the second step's
+    guard = Guard("error", warm=False)
+    shape, plan = plan_of_run(settings, target, kind, world_size)
+    hyper = Hyperparameters(steps=3, gamma=default_gamma(plan.block_size))
+    rows = rows_of_one_token(plan, plan.rows)
+    process = timed("load", lambda: make_process(shape, plan, hyper, (rows, rows), target, feature_cache_gb=0.0))
+    step = process.step
+    weights = sum(value.numel() * value.element_size() for value in step.target.model.parameters())
+
+    with forbid_dense(), phases() as found:
+        batch = process.batches.train(0).to(process.device)
+        features = timed("target", lambda: process.source(batch))
+        step.source = lambda _: features  # the target is not compiled; once is enough
+        timed("train", lambda: step.train(batch, 0))
+        timed("evaluate", lambda: step.evaluate([batch]))
         guard.seal()
         start = finish()
-        process.step.train(batch, 1)
+        step.train(batch, 1)
         seconds = finish() - start
         guard.check()
-    phases = {name: round(sum(times), 3) for name, times in compilation_time_metrics.items() if sum(times) >= 0.05}
+    counts = guard.counts()
+    peak = peak_memory_bytes(process.device)
+    first_pass = parts["train"] + parts["evaluate"]
+    by_phase = found.rounded()
     return {
-        "counts": guard.counts(),
+        "counts": counts,
+        "caches": hits_and_misses(folder, before, counts, requested_kernels(folder)),
+        "graphs": counts["fx_graph_hits"] + counts["fx_graph_misses"] + counts["fx_graph_bypasses"],
         "first_pass_seconds": round(first_pass, 3),
-        "step_seconds": round(seconds, 3),
-        "phases": dict(sorted(phases.items(), key=lambda item: -item[1])),
-        "peak_memory_bytes": peak_memory_bytes(process.device),
+        "phases": {**by_phase, "other": round(max(0.0, first_pass - sum(by_phase.values())), 3)},
+        "step_seconds": round(seconds, 4),
+        "parts": {name: round(value, 3) for name, value in parts.items()},
+        "kernels": kernels_of(lambda: step.train(batch, 2)) if name_kernels and kind == "cuda" else None,
+        "peak_memory_bytes": peak,
+        "memory_bound_bytes": step_bound(plan, weights) if kind == "cuda" else None,
     }
+
+
+def kernels_of(work: Callable[[], Any]) -> dict[str, int]:
+    """Triton kernels that `work` launches on the GPU: name -> number of launches."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    events = found.key_averages()
+    return {event.key: event.count for event in events if KERNEL.fullmatch(event.key)}
+
+
+def _since_start() -> float:
+    """Seconds since the kernel started this process."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -74,14 +128,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--name-kernels", action="store_true")
     for name in ("fingerprint", "target", "result"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
     paths = (arguments.fingerprint, arguments.target)
     try:
-        result = exercise(arguments.settings, arguments.world_size, *paths)
-    except DraftflowError as error:
-        result = {"refusal": {"what": error.what, "remedy": error.remedy, "where": error.where}}
+        result = exercise(arguments.settings, arguments.world_size, *paths, arguments.name_kernels)
+    except Exception as error:
+        refusal = as_refusal(error)
+        if refusal is None:
+            raise
+        result = {"refusal": refusal.parts()}
     write_json(arguments.result, result)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import draftflow
+from draftflow.compile_cache.location import SETTINGS
 from draftflow.errors import DraftflowError
 from draftflow.training.plan import Plan, plan_differences, plan_id
 
@@ -16,7 +17,7 @@ COMPILED = ("drafter/attention.py", "drafter/mask.py", "drafter/model.py", "trai
 
 
 def contents(compile_part: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """What the key is made of: the fingerprint, the sources, the plan.
+    """What the key is made of: the fingerprint, the compiler's settings, the sources, the plan.
 
     Args:
         compile_part: `fingerprint.json`'s part `compile`: `digest` and `fields`.
@@ -24,12 +25,18 @@ def contents(compile_part: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """
     package = Path(draftflow.__file__).parent
     sources = {name: hashlib.sha256((package / name).read_bytes()).hexdigest()[:12] for name in COMPILED}
-    return {"fingerprint": dict(compile_part), "sources": sources, "plan": asdict(plan), "plan_id": plan_id(plan)}
+    return {
+        "fingerprint": dict(compile_part),
+        "settings": SETTINGS,
+        "sources": sources,
+        "plan": asdict(plan),
+        "plan_id": plan_id(plan),
+    }
 
 
 def cache_key(held: Mapping[str, Any]) -> str:
-    """12 hexadecimal digits over the fingerprint's digest, the digests of the sources and the id of the plan."""
-    parts = [held["fingerprint"]["digest"], held["sources"], held["plan_id"]]
+    """12 hexadecimal digits over the fingerprint's digest, settings, digests of the sources and the id of the plan."""
+    parts = [held["fingerprint"]["digest"], held["settings"], held["sources"], held["plan_id"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -39,6 +46,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     before, now = recorded["fingerprint"]["fields"], current["fingerprint"]["fields"]
     if recorded["fingerprint"]["digest"] != current["fingerprint"]["digest"]:
         found += plan_differences(before, now)
+    found += plan_differences(recorded["settings"], current["settings"])
     for name in COMPILED:
         if recorded["sources"].get(name) != current["sources"][name]:
             found.append(f"{name} was edited")

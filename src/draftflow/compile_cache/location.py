@@ -6,11 +6,16 @@ Standard library only.
 """
 
 import contextlib
+import fcntl
 import os
+import shutil
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from draftflow.errors import DraftflowError
+from draftflow.stage import say
 
 SETTINGS = {
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -21,6 +26,9 @@ SETTINGS = {
     "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE": "0",
     # flex_attention's backward needs Triton among the backends, or fails.
     "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": "ATEN,TRITON",
+    # A configuration that is made while a kernel is loaded, from the registers it takes, is not among those that the
+    # cache holds: where it is the fastest, the kernel would be timed anew in every process.
+    "TORCHINDUCTOR_DYNAMIC_SCALE_RBLOCK": "0",
     # C++ kernels for any number of threads. They would be built for the number at hand, which is not in their key.
     "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
     # Inductor would build four libraries with torch's headers to see that torch and the compiler agree on AVX2 and
@@ -32,9 +40,17 @@ FOOT_GUNS = {
     "TORCH_COMPILE_DISABLE": "switches compilation off, which makes attention dense",
     "TORCHDYNAMO_DISABLE": "switches compilation off, which makes attention dense",
     "TORCHDYNAMO_SUPPRESS_ERRORS": "hides a failed compile and runs dense attention in its place",
+    "TORCH_COMPILE_OVERRIDE_BACKENDS": "puts another compiler in the place of the one that was warmed",
+    "TORCH_COMPILE_OVERRIDE_DYNAMO_CONFIGS": "changes the compiler's settings behind warm-up and training",
+    "TORCH_COMPILE_OVERRIDE_INDUCTOR_CONFIGS": "changes the compiler's settings behind warm-up and training",
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "switches the compile cache off",
     "TORCH_COMPILE_FORCE_DISABLE_CACHES": "switches the compile cache off",
 }
+
+# Less than this is refused before work starts; the cache of a large drafter takes a tenth of it.
+LEAST_FREE_BYTES = 512 * 2**20
+
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "fuse.sshfs", "glusterfs"}
 
 
 def prepare(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -46,7 +62,7 @@ def prepare(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[s
 
     Raises:
         DraftflowError: the environment switches the compiler or its cache off, keeps the cache elsewhere, or sets
-            what is set here.
+            what is set here; or the disk is full.
         OSError: the folder cannot be made or written to.
     """
     folder = folder.resolve()
@@ -67,10 +83,88 @@ def prepare(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[s
             )
     for name in ("inductor", "triton"):
         (folder / name).mkdir(parents=True, exist_ok=True)
+    _require_disk(folder)
+    return variables
+
+
+def _require_disk(folder: Path) -> None:
+    """See that compiled code can be written below `folder`, and say where that will be slow."""
     probe = folder / f".writable-{os.getpid()}"
     probe.touch()
     probe.unlink()
-    return variables
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_FREE_BYTES:
+        raise DraftflowError(
+            f"{free / 2**20:.0f} MiB are free for the compile cache, and it may need {LEAST_FREE_BYTES / 2**20:.0f}.",
+            "Free some space, then run the same command again.",
+            str(folder),
+        )
+    kind = filesystem(folder)
+    if kind in NETWORK:
+        say(
+            f"warning: the compile cache {folder} is on a network file system ({kind}): starts are slower, and locks "
+            "may not be seen by other hosts; a bundle (docs/bundle.md) brings it to a local disk"
+        )
+
+
+def filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
+    """Kind of the file system that holds `folder`, as the kernel calls it; None where it does not tell."""
+    try:
+        lines = [line.split() for line in mounts.read_text(errors="replace").splitlines()]
+    except OSError:
+        return None
+    # later mounts hide earlier ones; octal escapes stand for blanks in a path
+    points = [(Path(line[1].encode().decode("unicode_escape")), line[2]) for line in lines if len(line) > 2]
+    resolved = folder.resolve()
+    holding = [(len(point.parts), kind) for point, kind in points if resolved.is_relative_to(point)]
+    return max(enumerate(holding), key=lambda item: (item[1][0], item[0]))[1][1] if holding else None
+
+
+@contextlib.contextmanager
+def held(folder: Path, alone: bool) -> Iterator[None]:
+    """Hold the cache `folder` while it is filled (`alone`), or while processes read it; wait for whoever holds it.
+
+    The kernel lets go when the process ends, however it ends. Who holds it alone is written into the lock file.
+
+    Raises:
+        DraftflowError: the file system has no locks.
+    """
+    path = folder.with_name(f"{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    with path.open("a+", encoding="utf-8") as stream:
+        said = False
+        while True:
+            try:
+                fcntl.flock(stream, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not said:
+                    stream.seek(0)
+                    who = stream.read().strip()
+                    say(f"waiting for the compile cache {folder.name}: {who or 'another process'} uses it")
+                    said = True
+                time.sleep(0.5)
+            except OSError as error:
+                raise DraftflowError(
+                    f"The compile cache cannot be locked: {error.strerror}.",
+                    "Put the project on a file system with locks, or allow them (NFS: mount without `nolock`).",
+                    str(path),
+                ) from None
+        if alone:
+            stream.truncate(0)
+            stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
+            stream.flush()
+        try:
+            yield
+        finally:
+            if alone:
+                stream.truncate(0)
+
+
+def folder_in_use() -> Path:
+    """The cache folder that this process was started with (`prepare`)."""
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Stage: compile the step once per device, one device after the other, and prove that a fresh process finds it.
 
 Compiling happens here and nowhere else. Every device runs the very step of training, in all shapes of the plan, in a
-process of its own that sees no other device. The cache folder is named by its key (see key.py); what is in
-it from an earlier warm-up is kept unless a fresh start is asked for.
+process of its own that sees no other device. The cache folder is named by its key (see key.py) and is alone in hand
+while it is filled. What is in it from an earlier warm-up is kept if it is whole and a fresh start is not asked for; a
+bundle that was warmed elsewhere can be the beginning.
 No torch in this process.
 """
 
@@ -13,14 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftflow.compile_cache import key, location
+from draftflow.compile_cache import bundle, key, location, manifest
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, stage_parser
 from draftflow.training.devices import Devices, from_settings, process_environment, threads_per_process
+from draftflow.training.memory import dense_scores_bytes
 from draftflow.training.plan import plan_of_run
 
 
@@ -37,7 +40,7 @@ class WarmUp:
         """The devices of the run."""
         return from_settings(self.settings)
 
-    def on(self, rank: int, compile_environment: dict[str, str]) -> dict[str, Any]:
+    def on(self, rank: int, compile_environment: dict[str, str], name_kernels: bool = False) -> dict[str, Any]:
         """Exercise the step in a fresh process on the device of `rank`; see `exercise.exercise` for the result.
 
         Raises:
@@ -52,6 +55,7 @@ class WarmUp:
             command += ["--settings", json.dumps(self.settings), "--world-size", str(devices.count)]
             for name, path in [("fingerprint", self.fingerprint), ("target", self.target)]:
                 command += [f"--{name}", str(path)]
+            command += ["--name-kernels"] if name_kernels else []
             start = time.perf_counter()
             done = subprocess.run(
                 [*command, "--result", str(result)], env=environment, stderr=subprocess.PIPE, text=True, check=False
@@ -64,55 +68,152 @@ class WarmUp:
             raise _failed(f"{devices.kind}:{devices.ids[rank]}", done)
         return {"process_seconds": round(seconds, 3), **found}
 
+    def prove(self, compile_environment: dict[str, str], folder: Path) -> dict[str, Any]:
+        """Exercise the step once more, in a fresh process on the first device, which must find everything.
 
-def warm(work: WarmUp, cache: Path, fresh: bool, record: Record) -> None:
+        Raises:
+            DraftflowError: it missed something, or the process failed.
+        """
+        proof = self.on(0, compile_environment, name_kernels=True)
+        say(f"proof in a fresh process: {proof['first_pass_seconds']:.1f} s, {_hits(proof)}")
+        counts = proof["counts"]
+        missed = {f"misses of {name}": found["misses"] for name, found in proof["caches"].items() if found["misses"]}
+        missed |= {name: counts[name] for name in ("fx_graph_bypasses", "autograd_bypasses", "benchmarks")}
+        missed = {name: count for name, count in missed.items() if count}
+        if missed or not counts["fx_graph_hits"]:
+            raise DraftflowError(
+                f"A fresh process did not find what was just compiled: {missed or 'it looked for nothing'}.",
+                "Look for a TORCH or TRITON setting that changes between processes, then run "
+                "`snakemake --forcerun warm_cache`.",
+                str(folder),
+            )
+        return proof
+
+
+def warm(work: WarmUp, cache: Path, fresh: bool, record: Record, start_from: Path | None = None) -> None:
     """Warm the cache below `cache` on all devices in turn, prove it, and put what happened into `record`.
 
+    Args:
+        work: what is run.
+        cache: folder of the caches of this kind of device.
+        fresh: empty the folder of this key first.
+        record: of the stage.
+        start_from: a bundle to begin with, if the folder of this key is empty.
+
     Raises:
-        DraftflowError: a device failed, or a fresh process missed something after all.
+        DraftflowError: a device failed, the bundle is not for this, or a fresh process missed something after all.
     """
     devices = work.devices
     _, plan = plan_of_run(work.settings, work.target, devices.kind, devices.count)
     held = key.contents(json.loads(work.fingerprint.read_text(encoding="utf-8"))["compile"], plan)
     folder = cache / key.cache_key(held)
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-    environment = location.prepare(folder)
     record["key"], record["holds"] = folder.name, held
-    record["devices"] = []
+    with location.held(folder, alone=True):
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        record["found"] = _found(folder)
+        record["bundle"] = None
+        if start_from is not None and not folder.exists():
+            with record.part("bundle"):
+                unpacked = bundle.unpack(start_from, folder, held)
+            record["bundle"] = {"path": str(start_from), "sha256": unpacked["sha256"]}
+            say(f"compile cache {folder.name} from the bundle {start_from}: {unpacked['files']} files, verified")
+        environment = location.prepare(folder)
+        record["file_system"] = location.filesystem(folder)
+        (folder / manifest.NAME).unlink(missing_ok=True)  # until the end, the folder is not whole
+        record["devices"] = list(_walk(work, environment, record))
+        with record.part("proof"):
+            proof = work.prove(environment, folder)
+        record["artefacts"] = {"files": len(manifest.write(folder)["files"]), "bytes": location.size_bytes(folder)}
+    record["proof"] = proof
+    record["cold_seconds"] = record["devices"][0]["first_pass_seconds"]
+    record["warm_seconds"] = proof["first_pass_seconds"]
+    record["memory"] = _memory(proof, dense_scores_bytes(plan))
+
+
+def require_sound(work: WarmUp, folder: Path, record: Record) -> None:
+    """See that the folder holds what warm-up left in it; what is damaged is compiled anew here, in one process.
+
+    Args:
+        work: what is compiled.
+        folder: of a cache key, warmed.
+        record: told under `cache`: files that were verified, and what was wrong with which.
+
+    Raises:
+        DraftflowError: it could not be mended.
+    """
+    with location.held(folder, alone=True), record.part("verify"):
+        manifest.relocate(folder)
+        found = manifest.examine(folder)
+        told: dict[str, Any] = {"files": found.files, "damaged": found.damaged, "foreign": found.foreign}
+        for path in found.foreign:
+            (folder / path).unlink(missing_ok=True)
+            say(f"warning: removed {path} from the compile cache, which warm-up had not put there")
+        if found.damaged:
+            path, words = next(iter(found.damaged.items()))
+            more = f" and {len(found.damaged) - 1} more" if len(found.damaged) > 1 else ""
+            say(f"warning: the compile cache is damaged ({path}: {words}{more}); compiling anew")
+            shutil.rmtree(folder)
+            environment = location.prepare(folder)
+            mended = work.on(0, environment)
+            work.prove(environment, folder)
+            manifest.write(folder)
+            told["recompiled_seconds"] = mended["first_pass_seconds"]
+        record["cache"] = told
+
+
+def _found(folder: Path) -> dict[str, Any]:
+    """What an earlier warm-up left, and whether it can be used; what cannot is removed."""
+    if not folder.exists():
+        return {"state": "empty"}
+    manifest.relocate(folder)
+    found = manifest.examine(folder)
+    if found.sound:
+        return {"state": "whole", "files": found.files}
+    for path in found.foreign:
+        (folder / path).unlink(missing_ok=True)
+    if found.damaged:
+        path, words = next(iter(found.damaged.items()))
+        interrupted = path == manifest.NAME and words == "missing"
+        reason = "an earlier warm-up was not finished" if interrupted else f"{path}: {words}"
+        say(f"the compile cache {folder.name} is not whole ({reason}); starting from an empty one")
+        shutil.rmtree(folder)
+    return {
+        "state": "damaged" if found.damaged else "with foreign files",
+        "damaged": found.damaged,
+        "foreign": found.foreign,
+    }
+
+
+def _walk(work: WarmUp, environment: dict[str, str], record: Record) -> Iterator[dict[str, Any]]:
+    """One device after the other."""
+    devices = work.devices
     for rank, device in enumerate(devices.ids):
         name = f"{devices.kind}:{device}" if devices.kind == "cuda" else "cpu"
         say(f"{name}: compiling the step" if rank == 0 else f"{name}: the same kind of device, loading")
         with record.part(name):
             found = work.on(rank, environment)
-        counts = found["counts"]
-        cold = counts["fx_graph_misses"] > 0
-        record["devices"].append({"device": name, "cold": cold, **found})
-        say(f"{name}: {'cold' if cold else 'warm'}, {found['first_pass_seconds']:.1f} s, {_hits(counts)}")
+        cold = found["caches"]["fx_graph"]["misses"] > 0
+        say(f"{name}: {'cold' if cold else 'warm'}, {found['first_pass_seconds']:.1f} s, {_hits(found)}")
+        yield {"device": name, "cold": cold, **found}
         if devices.kind == "cpu":
-            break  # processes on CPUs are all alike
-    with record.part("proof"):
-        proof = work.on(0, environment)
-    say(f"proof in a fresh process: {proof['first_pass_seconds']:.1f} s, {_hits(proof['counts'])}")
-    record["proof"] = proof
-    record["cold_seconds"] = record["devices"][0]["first_pass_seconds"]
-    record["warm_seconds"] = proof["first_pass_seconds"]
-    record["size_bytes"] = location.size_bytes(folder)
-    counts = proof["counts"]
-    missed = {
-        name: counts[name] for name in ("fx_graph_misses", "fx_graph_bypasses", "autograd_misses") if counts[name]
+            return  # processes on CPUs are all alike
+
+
+def _memory(proof: dict[str, Any], dense_scores: int) -> dict[str, Any]:
+    """The step's peak beside what it may take, and beside the scores of one layer's dense attention."""
+    bound = proof["memory_bound_bytes"]
+    return {
+        "peak_bytes": proof["peak_memory_bytes"],
+        "bound_bytes": bound and bound["total"],
+        "bound_by_part": bound,
+        "dense_scores_of_a_layer_bytes": dense_scores,
     }
-    if missed or not counts["fx_graph_hits"]:
-        raise DraftflowError(
-            f"A fresh process did not find what was just compiled: {missed or 'it looked for nothing'}.",
-            "Look for a TORCH or TRITON setting that changes between processes, then run "
-            "`snakemake --forcerun warm_cache`.",
-            str(folder),
-        )
 
 
-def _hits(counts: dict[str, Any]) -> str:
-    return f"{counts['fx_graph_hits']} hits, {counts['fx_graph_misses']} misses"
+def _hits(found: dict[str, Any]) -> str:
+    hits, misses = (sum(cache[what] for cache in found["caches"].values()) for what in ("hits", "misses"))
+    return f"{hits} hits, {misses} misses"
 
 
 def _failed(device: str, done: "subprocess.CompletedProcess[str]") -> DraftflowError:
@@ -129,12 +230,13 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True, help="folder of the prepared target")
     parser.add_argument("--cache", type=Path, required=True, help="folder of the compile caches of this device kind")
     parser.add_argument("--fresh", action="store_true", help="start from an empty folder of this key")
+    parser.add_argument("--bundle", type=Path, help="a bundle to start from")
     parser.add_argument("--record", type=Path, required=True, help="warm.json")
     arguments = parser.parse_args()
     record = Record("warm_cache", settings=arguments.settings)
     arguments.record.unlink(missing_ok=True)  # an interrupted warm-up must not look like the one before
     work = WarmUp(arguments.settings, arguments.fingerprint, arguments.target)
-    warm(work, arguments.cache, arguments.fresh, record)
+    warm(work, arguments.cache, arguments.fresh, record, arguments.bundle)
     # relative, so that the project folder can be moved with its warm cache
     record["folder"] = os.path.relpath(arguments.cache / record["key"], arguments.record.parent)
     record.write(arguments.record)

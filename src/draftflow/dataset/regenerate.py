@@ -24,6 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftflow.compile_cache.guard import Guard
 from draftflow.dataset import formats
 from draftflow.dataset.formats import Conversation, Message
 from draftflow.dataset.template import encode_prompt
@@ -227,8 +228,12 @@ def main() -> None:
     with record.part("load"):
         target = load_target(arguments.target, arguments.device, dtype)
         tokenizer = load_tokenizer(arguments.target)
+    guard = Guard("warn")
+    guard.seal()  # nothing is compiled: the context grows with every token
     with record.part("generate"):
         written, figures = write_responses(target, tokenizer, conversations, arguments.settings)
+    guard.check()
+    record["guard"] = guard.counts()
     formats.write(arguments.output, written)
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     facts = {"device": device, "precision": str(dtype).removeprefix("torch."), "torch": torch.__version__, **figures}

@@ -31,9 +31,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> 
         [B, Hq, Q, D].
 
     Raises:
-        DraftflowError: a dense mask on a GPU.
+        DraftflowError: a dense mask on a GPU, or a BlockMask in code that is not compiled, or no longer.
     """
     if isinstance(mask, BlockMask):
+        if q.is_cuda and not torch.compiler.is_compiling():
+            raise _dense(q, k, "outside compiled code")
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     if mask is not None and q.is_cuda:
         raise _dense(q, k, "with a dense mask")

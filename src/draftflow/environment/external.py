@@ -16,7 +16,7 @@ from draftflow.errors import DraftflowError
 
 
 def probe(interpreter: str, requirements: list[str]) -> dict[str, Any]:
-    """What an interpreter has, without importing torch: {"python", "torch", "packages"} as `record.main` prints it.
+    """What an interpreter has, without importing torch, as `record.main` prints it: python, torch, packages, bytecode.
 
     Raises:
         DraftflowError: as for `wrap`, save the torch version.

@@ -35,9 +35,15 @@ exec "$(dirname -- "$(realpath -- "$0")")/python" "$@"
 """
 
 # Somebody else's environment may live on PYTHONPATH (site modules do): draftflow's sources come first, the rest stays.
+# Bytecode is kept here where the environment has none: nothing is written into it.
 _EXTERNAL = """#!/bin/sh
 export PYTHONSAFEPATH=1 PYTHONPATH="${{DRAFTFLOW_SRC-}}${{PYTHONPATH:+:$PYTHONPATH}}"
-exec {interpreter} "$@"
+{bytecode}exec {interpreter} "$@"
+"""
+
+
+_OWN_BYTECODE = """unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$(dirname -- "$(realpath -- "$0")")/../bytecode"
 """
 
 
@@ -116,7 +122,9 @@ def wrap(folder: Path, interpreter: str, version: str, requirements: list[str], 
         if wanted and has != wanted:
             say(f"warning: draftflow is tested with {requirement}; {interpreter} has {has}")
     with fresh(folder / "venv") as venv:
-        write_wrapper(venv, _EXTERNAL.format(interpreter=shlex.quote(find_interpreter(interpreter))))
+        bytecode = "" if facts["bytecode"] else _OWN_BYTECODE
+        quoted = shlex.quote(find_interpreter(interpreter))
+        write_wrapper(venv, _EXTERNAL.format(interpreter=quoted, bytecode=bytecode))
     record["lock"], record["interpreter"] = None, find_interpreter(interpreter)
     for key in ("python", "torch", "packages"):
         record[key] = facts[key]

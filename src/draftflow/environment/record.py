@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def main() -> None:
         "missing": [requirement for requirement in requirements if _name_and_extra(requirement)[0] not in installed],
         "packages": packages(installed),
         "torch": torch_facts(Path(torch[0])) if torch else None,
+        "bytecode": bool(torch) and Path(cache_from_source(f"{torch[0]}/torch/__init__.py")).is_file(),
     }
     print(json.dumps(answer))
 

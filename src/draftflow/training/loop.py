@@ -1,6 +1,7 @@
 """The loop over steps: batches in, statistics out, and what is due every so many steps."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Loop:
         checkpoints: folder of this run's checkpoints.
         facts: what every checkpoint's state shall hold.
         metrics: on rank 0; the other ranks have none.
+        on_first_step: called when everything that is compiled has been loaded.
 
     Attributes:
         step: optimizer steps done.
@@ -66,6 +68,7 @@ class Loop:
     checkpoints: Path
     facts: dict[str, Any]
     metrics: Metrics | None = None
+    on_first_step: Callable[[], None] = lambda: None
     step: int = 0
     history: list[Tensor] = field(default_factory=list)
     first_step_at: float | None = None
@@ -100,6 +103,7 @@ class Loop:
                 self._wait()
                 self.first_step_at = time.time()
                 self.guard.seal()
+                self.on_first_step()
             self.guard.check()
             last, stop = self.step == self.hyper.steps, self.stop.requested()
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
@@ -142,6 +146,7 @@ class Loop:
                 self.metrics.evaluation(self.step, loss, accuracy)
 
     def _checkpoint(self) -> None:
+        guards = self._guards()
         if self.metrics is not None:  # rank 0
             optimizer = self.process.step.optimizer
             width = optimizer.statistics.numel() + 1
@@ -158,18 +163,26 @@ class Loop:
                 self.process.step.drafter.state_dict(),
                 trainer,
                 self.metrics.text(),
-                {**self.facts, "run": self.summary()},
+                {**self.facts, "run": self.summary(guards)},
             )
             say(f"step {self.step}/{self.hyper.steps}: checkpoint {path}")
         self.clock.mark("checkpoint")
 
-    def summary(self) -> dict[str, Any]:
-        """What this process did, for the record of the run."""
+    def _guards(self) -> list[dict[str, Any]]:
+        """What the guards of all ranks counted, on every rank."""
+        if not dist.is_initialized():
+            return [self.guard.counts()]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.guard.counts())
+        return found
+
+    def summary(self, guards: list[dict[str, Any]]) -> dict[str, Any]:
+        """What this process did, for the record of the run; beside it what the guards counted, by rank."""
         source = self.process.source
         return {
             "median_step_ms": self.metrics.median_step_ms() if self.metrics else None,
             "peak_memory_bytes": peak_memory_bytes(self.process.device),
-            "guard": self.guard.counts(),
+            "guard": guards,
             "feature_cache": {"hits": source.hits, "misses": source.misses},
         }
 

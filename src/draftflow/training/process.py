@@ -1,14 +1,16 @@
 """What the process of one device is made of, for warm-up and training alike."""
 
-import logging
+import contextlib
+import importlib
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftflow.compile_cache.vector_isa import load_probes_in_process
+from draftflow.compile_cache.inductor import prepare_inductor
 from draftflow.drafter.shape import DrafterShape
 from draftflow.target.features import FeatureExtractor
 from draftflow.target.load import load_target
@@ -48,11 +50,11 @@ def make_process(
 ) -> Process:
     """Load the target and build the step; everything that is random is seeded by `hyper.seed`."""
     device = torch.device("cuda:0" if plan.device_kind == "cuda" else "cpu")
+    compiler = threading.Thread(target=_import_compiler)
+    compiler.start()  # while weights are read
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-        load_probes_in_process()
-        # a CUDA build says at each start that there is no GPU
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    prepare_inductor(device.type)
     torch.manual_seed(hyper.seed)
     train, held_out = rows
     loaded = load_target(target, device, getattr(torch, plan.precision))
@@ -60,7 +62,16 @@ def make_process(
     counts = {TRAIN: len(train), HELD_OUT: len(held_out)}
     source = Colocated(extractor, plan, counts, feature_cache_gb, device)
     batches = Batches(plan, train, held_out, hyper.gamma, hyper.seed, rank, world_size)
-    return Process(device, batches, source, Step(plan, shape, loaded, source, hyper, device))
+    step = Step(plan, shape, loaded, source, hyper, device)
+    compiler.join()
+    return Process(device, batches, source, step)
+
+
+def _import_compiler() -> None:
+    """What torch imports at the first call of compiled code; some of it is absent in some builds."""
+    for name in ("torch._inductor.compile_fx", "torch._inductor.select_algorithm", "torch._dynamo.repro.after_dynamo"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def peak_memory_bytes(device: torch.device) -> dict[str, Any]:

@@ -16,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from draftflow import sources
 from draftflow.compile_cache import key, location
+from draftflow.compile_cache.warm import WarmUp, require_sound
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, sha256, stage_parser, write_text
 from draftflow.training import checkpoint
@@ -57,10 +59,13 @@ def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.
     _, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
     compile_part = json.loads(job.fingerprint.read_text(encoding="utf-8"))["compile"]
     cache = key.require_warm(warm, key.contents(compile_part, plan))
+    compile_environment = location.prepare(cache)
+    require_sound(WarmUp(job.settings, job.fingerprint, job.target), cache, record)
     say(f"training on {devices.count} x {devices.slug}, {job.steps} steps")
     started = time.time()
-    with tempfile.TemporaryDirectory(prefix="draftflow-") as folder:
-        outcome = _torchrun(job, devices, location.prepare(cache), Path(folder))
+    with tempfile.TemporaryDirectory(prefix="draftflow-") as folder, contextlib.ExitStack() as until_loaded:
+        until_loaded.enter_context(location.held(cache, alone=False))
+        outcome = _torchrun(job, devices, compile_environment, Path(folder), until_loaded.close)
     record.seconds["start"] = outcome["ready_at"] - started
     record["seconds_to_first_step"] = round(outcome["first_step_at"] - started, 3)
     record.seconds["first_step"] = outcome["first_step_at"] - outcome["ready_at"]
@@ -73,8 +78,17 @@ def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.
     return found
 
 
-def _torchrun(job: Job, devices: Devices, compile_environment: dict[str, str], exchange: Path) -> dict[str, Any]:
-    """Run the workers, pass a stop on to them, and return the outcome that rank 0 wrote."""
+def _torchrun(
+    job: Job,
+    devices: Devices,
+    compile_environment: dict[str, str],
+    exchange: Path,
+    on_first_step: Callable[[], None] | None,
+) -> dict[str, Any]:
+    """Run the workers, pass a stop on to them, and return the outcome that rank 0 wrote.
+
+    `on_first_step` is called once all of them have taken a step, with everything compiled in their memory.
+    """
     job.write(exchange / "job.json")
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices.count)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
@@ -103,7 +117,12 @@ def _torchrun(job: Job, devices: Devices, compile_environment: dict[str, str], e
         for number in before:
             signal.signal(number, pass_on)
         try:
-            status = torchrun.wait()
+            while (status := torchrun.poll()) is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    torchrun.wait(timeout=1)
+                if on_first_step is not None and len(list(exchange.glob("*.stepped"))) == devices.count:
+                    on_first_step()
+                    on_first_step = None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

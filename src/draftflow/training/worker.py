@@ -3,6 +3,7 @@
 It is given a job (what the launcher wrote) and an exchange folder, into which it writes
 
     <rank>.pid       once a signal makes it stop in an orderly way
+    <rank>.stepped   after the first step: nothing more is read from the compile cache
     <rank>.error     a refusal (JSON: what, remedy, where) or a traceback; the launcher shows it
     outcome.json     from rank 0: how far it came, and the facts for the record
 """
@@ -120,6 +121,7 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
         checkpoints=job.checkpoints,
         facts={"resumed_from": None if found is None else found.step},
         metrics=metrics,
+        on_first_step=(exchange / f"{rank}.stepped").touch,
     )
     if found is not None:
         loop.resume(found)

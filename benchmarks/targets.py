@@ -1,0 +1,94 @@
+"""Targets of real shapes with random weights, prepared as the pipeline prepares one: for timing, not for training.
+
+A target has fewer layers than its model: what is compiled and timed is the drafter, which takes from a target its
+width, heads, vocabulary and head, and the tapped features.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+
+# `config.json` of the models, but for the number of layers; and the settings of a step that suits them
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "config": LLAMA
+        | {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 49152,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+        },
+        "step": {"row_length": 256, "rows_per_step": 8, "anchors_per_row": 32, "block_size": 8},
+    },
+    "qwen3-8b": {
+        "config": QWEN3
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        },
+        "step": {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16},
+    },
+}
+# The fewest at which five evenly spread taps are distinct
+LAYERS = 8
+
+
+def make_target(folder: Path, name: str, layers: int = LAYERS) -> Path:
+    """Write a prepared target (target.json, config and bf16 weights) of a shape of `SHAPES`; returns `folder`."""
+    facts = {**SHAPES[name]["config"], "num_hidden_layers": layers, "eos_token_id": 2, "bos_token_id": 1}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    weights = folder / "weights"
+    weights.mkdir(parents=True, exist_ok=True)
+    (weights / "config.json").write_text(json.dumps(facts))
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(weights), dtype=torch.bfloat16)
+    model.save_pretrained(weights)
+    description = {name: facts[name] for name in facts if name not in ("model_type", "architectures", "eos_token_id")}
+    description |= {
+        "source": f"random weights of {name}'s shape, {layers} layers",
+        "architecture": facts["model_type"],
+        "eos_token_ids": [2],
+        "mask_token_id_auto": facts["vocab_size"] - 1,
+        "weights": {"kind": "folder", "path": "weights"},
+        "sha256": "random",
+    }
+    (folder / "target.json").write_text(json.dumps(description))
+    return folder
+
+
+def step_settings(name: str, kind: str, slug: str, ids: list[int]) -> dict[str, Any]:
+    """Settings of warm-up for a shape of `SHAPES`, as the workflow gives them."""
+    step = SHAPES[name]["step"]
+    return {
+        "drafter": {
+            "layers": 5,
+            "block_size": step["block_size"],
+            "taps": 5,
+            "target_layers": None,
+            "mask_token": "auto",
+        },
+        "row_length": step["row_length"],
+        "rows_per_step": step["rows_per_step"] * len(ids),
+        "anchors_per_row": step["anchors_per_row"],
+        "precision": "auto",
+        "devices": {"kind": kind, "ids": ids, "slug": slug},
+    }

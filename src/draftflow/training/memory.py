@@ -1,0 +1,64 @@
+"""How much device memory a step may take: a bound by arithmetic from the plan, to hold the measured peak against.
+
+Every term counts what is alive at the worst moment as if all were alive at once. What is not in it is the scores of
+dense attention: a step that makes them is far beyond the bound. Standard library only.
+"""
+
+from typing import Any
+
+from draftflow.training.plan import Plan
+
+# torch's allocator rounds and keeps pieces; cuBLAS and flex_attention have workspaces of their own
+SLACK_BYTES = 256 * 2**20
+
+
+def drafter_parameters(shape: dict[str, Any]) -> int:
+    """Number of trainable weights of a drafter, from the fields of its shape."""
+    hidden, head = shape["hidden_size"], shape["head_dim"]
+    queries, keys = shape["heads"] * head, shape["kv_heads"] * head
+    attention = hidden * (2 * queries + 2 * keys) + 2 * head
+    layer = attention + 3 * hidden * shape["intermediate_size"] + 2 * hidden
+    return len(shape["target_layer_ids"]) * hidden * hidden + shape["layers"] * layer + 2 * hidden
+
+
+def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
+    """Bytes on the device of one training step, by part, and their sum `total`.
+
+    Args:
+        plan: static shapes of the step.
+        target_bytes: of the target's weights as loaded.
+    """
+    shape, width = plan.drafter, {"float32": 4, "bfloat16": 2}[plan.precision]
+    hidden, middle = shape["hidden_size"], shape["intermediate_size"]
+    queries, keys = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    context = plan.rows * plan.row_length
+    blocks = plan.rows * plan.anchors * plan.block_size
+    weights = drafter_parameters(shape)
+    taps = len(shape["target_layer_ids"])
+    # of one layer, kept for the backward: norms and residuals, q and the output of attention, k and v with their
+    # rotated forms, the three of the MLP
+    layer = width * (
+        blocks * (6 * hidden + 4 * queries + 4 * middle) + (blocks + context) * 6 * keys + 2 * context * hidden
+    )
+    parts = {
+        "target_weights": target_bytes,
+        # fp32 weights, gradients and AdamW's two moments; and the weights in the precision of the products
+        "drafter_weights": weights * (16 + (width if width < 4 else 0)),
+        "features": 2 * context * taps * hidden * width,  # and their gradient, or the next batch
+        "activations": shape["layers"] * layer + 4 * context * hidden * width,
+        # gradients of one layer's tensors while it is gone through backward
+        "backward": 2 * layer,
+        # logits of a chunk in fp32 and in the precision of the products, their gradient; hidden states and theirs
+        "loss": min(plan.loss_chunk, blocks) * shape["vocab_size"] * (8 + width) + 3 * blocks * hidden * (width + 4),
+        # one layer of the target at a time, and its packed mask
+        "target_forward": context * (8 * hidden + 4 * queries + 4 * middle) * width
+        + plan.rows * plan.row_length**2 * (1 + width),
+        "slack": SLACK_BYTES,
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def dense_scores_bytes(plan: Plan) -> int:
+    """Bytes of the scores of one layer's attention if it were dense, in fp32: [B, heads, N * Bk, S + N * Bk]."""
+    blocks = plan.anchors * plan.block_size
+    return 4 * plan.rows * plan.drafter["heads"] * blocks * (plan.row_length + blocks)
