@@ -6,6 +6,7 @@
 #   results/datasets/<dataset_id>/               rows.safetensors held_out.jsonl
 #   results/compile-cache/<env_id>/<device kind>/  what is compiled, and <step>/warm.json
 #   results/runs/<run>/<env_id>/                 train.json metrics.jsonl checkpoints/ drafter/ checks/ checks.json
+#   results/probe/                               <host>.json comparison.tsv
 #   logs/                                        the same stems, .log and .benchmark.tsv
 #
 # env_id, target_id and dataset_id are known when this file is parsed: another torch build is another subtree,
@@ -26,6 +27,7 @@ include: "rules/dataset.smk"
 include: "rules/compile_cache.smk"
 include: "rules/training.smk"
 include: "rules/checks.smk"
+include: "rules/probe.smk"
 
 
 localrules:
