@@ -1,4 +1,4 @@
-from draftflow.compile_cache.caches import artefacts, hits_and_misses
+from draftflow.compile_cache.caches import Requests, artefacts, hits_and_misses
 
 COUNTS = {"fx_graph_hits": 3, "fx_graph_misses": 0, "autograd_hits": 2, "autograd_misses": 0}
 
@@ -31,12 +31,12 @@ def test_what_came_is_a_miss_and_the_rest_of_what_was_asked_for_a_hit(tmp_path):
     make(tmp_path, "triton/AAA/kernel.cubin")
     before = artefacts(tmp_path)
     make(tmp_path, "triton/BBB/kernel.cubin", "triton/CCC/kernel.cubin", "inductor/cd/x.best_config")
-    asked = {"triton": 5, "cpp": 0, "tuned": 4}
-    assert hits_and_misses(tmp_path, before, COUNTS, asked) == {
+    asked = Requests(kernels=set("abcde"), choices=set("xyz"))
+    assert hits_and_misses(tmp_path, before, COUNTS, asked, libraries=4) == {
         "fx_graph": {"hits": 3, "misses": 0},
         "aot_autograd": {"hits": 2, "misses": 0},
         "triton": {"hits": 3, "misses": 2},
-        "cpp": {"hits": 0, "misses": 0},
+        "cpp": {"hits": 4, "misses": 0},
         "autotune": {"hits": 3, "misses": 1},
     }
 

@@ -6,8 +6,9 @@ counted by the files that came: a kernel of Triton is a folder with its binary, 
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,62 @@ def artefacts(folder: Path) -> Artefacts:
     return Artefacts(frozenset(triton), frozenset(cpp), frozenset(autotune))
 
 
+@dataclass
+class Requests:
+    """What the graphs of this process asked for.
+
+    Attributes:
+        kernels: Triton kernels that they call, by source.
+        choices: tuned choices that were found, by file.
+    """
+
+    kernels: set[str] = field(default_factory=set)
+    choices: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def requests() -> Iterator[Requests]:
+    """Note, while this holds, what graphs ask the caches of kernels for."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+
+    found = Requests()
+    triton, read_best = AsyncCompile.triton, AutotuneCache.read_best
+
+    def noted_triton(self: Any, kernel_name: str, source_code: str, *args: Any, **kwargs: Any) -> Any:
+        found.kernels.add(source_code)
+        return triton(self, kernel_name, source_code, *args, **kwargs)
+
+    def noted_read_best(self: Any, *args: Any, **kwargs: Any) -> Any:
+        best = read_best(self, *args, **kwargs)
+        if best is not None and self.local_cache is not None:
+            found.choices.add(str(self.local_cache[1]))
+        return best
+
+    AsyncCompile.triton, AutotuneCache.read_best = noted_triton, noted_read_best  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        AsyncCompile.triton, AutotuneCache.read_best = triton, read_best  # type: ignore[method-assign]
+
+
 def hits_and_misses(
-    folder: Path, before: Artefacts, counts: Mapping[str, int], requested: Mapping[str, int]
+    folder: Path, before: Artefacts, counts: Mapping[str, int], asked: Requests, libraries: int
 ) -> dict[str, dict[str, int]]:
     """By cache: how often what was asked for was there.
+
+    A miss of a Triton kernel is a binary that was built, those that only a choice was made among included.
 
     Args:
         folder: the cache folder.
         before: what it held when the process began.
         counts: of `Guard.counts`.
-        requested: kernels that the loaded graphs call, by `triton` and `cpp`, and `tuned`: those of them that came
-            with a tuned choice.
+        asked: what the graphs asked for.
+        libraries: C++ libraries that the process has loaded.
     """
     now = artefacts(folder)
     built = {name: len(getattr(now, name) - getattr(before, name)) for name in ("triton", "cpp", "autotune")}
+    requested = {"triton": len(asked.kernels), "cpp": libraries}
 
     def kernels(name: str) -> dict[str, int]:
         return {"hits": max(0, requested[name] - built[name]), "misses": built[name]}
@@ -63,7 +106,7 @@ def hits_and_misses(
         "aot_autograd": {"hits": counts["autograd_hits"], "misses": counts["autograd_misses"]},
         "triton": kernels("triton"),
         "cpp": kernels("cpp"),
-        "autotune": {"hits": max(0, requested["tuned"] - built["autotune"]), "misses": built["autotune"]},
+        "autotune": {"hits": len(asked.choices), "misses": built["autotune"]},
     }
 
 
@@ -72,16 +115,3 @@ def loaded_libraries(folder: Path) -> int:
     root = str(folder.resolve()) + os.sep
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({path for line in lines if (path := line.split(maxsplit=5)[-1]).startswith(root) and ".so" in path})
-
-
-def requested_kernels(folder: Path) -> dict[str, Any]:
-    """Kernels that the graphs of this process call."""
-    from torch._dynamo.utils import counters
-
-    inductor = counters["inductor"]
-    return {
-        # counted at every request, found or not, whatever its name says
-        "triton": inductor["async_compile_cache_miss"],
-        "cpp": loaded_libraries(folder),
-        "tuned": inductor["triton_bundler_load_static_autotuner"],
-    }

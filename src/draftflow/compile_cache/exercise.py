@@ -36,7 +36,7 @@ def exercise(
     started = _since_start()
     import torch
 
-    from draftflow.compile_cache.caches import artefacts, hits_and_misses, requested_kernels
+    from draftflow.compile_cache.caches import artefacts, hits_and_misses, loaded_libraries, requests
     from draftflow.compile_cache.guard import Guard
     from draftflow.compile_cache.location import as_fingerprinted, folder_in_use
     from draftflow.compile_cache.timing import phases
@@ -76,7 +76,7 @@ def exercise(
     step = process.step
     weights = sum(value.numel() * value.element_size() for value in step.target.model.parameters())
 
-    with forbid_dense(), phases() as found:
+    with forbid_dense(), phases() as found, requests() as asked:
         batch = process.batches.train(0).to(process.device)
         features = timed("target", lambda: process.source(batch))
         step.source = lambda _: features  # the target is not compiled; once is enough
@@ -93,7 +93,7 @@ def exercise(
     by_phase = found.rounded()
     return {
         "counts": counts,
-        "caches": hits_and_misses(folder, before, counts, requested_kernels(folder)),
+        "caches": hits_and_misses(folder, before, counts, asked, loaded_libraries(folder)),
         "graphs": counts["fx_graph_hits"] + counts["fx_graph_misses"] + counts["fx_graph_bypasses"],
         "first_pass_seconds": round(first_pass, 3),
         "phases": {**by_phase, "other": round(max(0.0, first_pass - sum(by_phase.values())), 3)},
