@@ -23,12 +23,23 @@ def edited(source):
 
 
 OTHER_TORCH = {"digest": "bbb", "fields": {**COMPILE["fields"], "torch git": "449b176"}}
+OTHER_DRIVER = {"digest": "ccc", "fields": {**COMPILE["fields"], "driver": "570.2"}}
+OTHER_GPU = {"digest": "ddd", "fields": {**COMPILE["fields"], "GPUs": ["NVIDIA H100"]}}
+
+
+def other_setting():
+    changed = copy.deepcopy(held())
+    changed["settings"]["TORCHINDUCTOR_CPP_DYNAMIC_THREADS"] = "0"
+    return changed
 
 
 @pytest.mark.parametrize(
     ("now", "words"),
     [
         (held(OTHER_TORCH), "torch git 70d99e9 -> 449b176"),
+        (held(OTHER_DRIVER), "driver 580.1 -> 570.2"),
+        (held(OTHER_GPU), r"GPUs None -> \['NVIDIA H100'\]"),
+        (other_setting(), "TORCHINDUCTOR_CPP_DYNAMIC_THREADS 1 -> 0"),
         (held(row_length=512), "row_length 256 -> 512"),
         (edited("drafter/model.py"), "drafter/model.py was edited"),
     ],

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import py_compile
 import subprocess
 import sys
 import venv
@@ -263,6 +264,20 @@ def test_an_external_interpreter_is_wrapped_and_nothing_installed(external: Path
     (tmp_path / "module" / "of_the_site.py").write_text("value = 3")
     code = "import draftflow, torch, of_the_site; print(of_the_site.value)"
     assert run(tmp_path / "env", code, PYTHONPATH=str(tmp_path / "module"), DRAFTFLOW_SRC=str(SOURCE)) == "3"
+
+
+def test_bytecode_of_an_external_environment_that_has_none_is_kept_beside_the_wrapper(external: Path, tmp_path: Path):
+    prefix = "import sys; print(sys.pycache_prefix and sys.pycache_prefix.endswith('/env/venv/bin/../bytecode'))"
+    torch = next((external.parents[1] / "lib").glob("python3*/site-packages/torch/__init__.py"))
+    wrap(tmp_path / "env", str(external), "2.11.0", ["numpy"], Record("install"))
+    assert run(tmp_path / "env", prefix, PYTHONDONTWRITEBYTECODE="1") == "True"
+    run(tmp_path / "env", "import torch", PYTHONDONTWRITEBYTECODE="1")
+    assert list((tmp_path / "env/venv/bytecode").rglob("torch/__init__.*.pyc"))
+    assert not (torch.parent / "__pycache__").exists()
+
+    py_compile.compile(str(torch))
+    wrap(tmp_path / "env", str(external), "2.11.0", ["numpy"], Record("install"))
+    assert run(tmp_path / "env", prefix) == "None"
 
 
 def test_the_identity_of_an_external_environment_changes_with_what_it_has(external: Path, wheels: Path):

@@ -5,6 +5,7 @@ The tests of this file run in order in one folder: a torch environment takes gig
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -117,6 +118,36 @@ def test_another_torch_build_rebuilds_what_depends_on_it_and_no_dataset(tiny):
     assert json.loads(tiny.only(f"results/runs/tiny/{SECOND_BUILD}-*/checks.json").read_text())["passed"]
 
 
+THREE = ["--config", "run=three", "torch={version: 2.11.0}", "training={devices: 'cpu:3', rows_per_step: 6}"]
+
+
+def cache_of(warm_record):
+    return (warm_record.parent / json.loads(warm_record.read_text())["folder"]).resolve()
+
+
+def test_three_drafters_started_together_after_a_swap_find_everything_compiled(tiny):
+    """What this project began with: another torch, an empty cache, three drafters at once."""
+    shutil.rmtree(tiny.only(f"results/compile-cache/{SECOND_BUILD}-*"))
+    result = tiny.run("train_drafter", *TINY, *THREE)
+    assert set(result.jobs) == {"warm_cache", "train_drafter"}
+    warm = json.loads(tiny.only(f"results/compile-cache/{SECOND_BUILD}-*/cpu/*/warm.json").read_text())
+    assert warm["devices"][0]["cold"]
+    train = json.loads(tiny.only(f"results/runs/three/{SECOND_BUILD}-*/train.json").read_text())
+    assert [guard["fx_graph_hits"] for guard in train["guard"]] == [3, 3, 3]
+    assert [guard["fx_graph_misses"] + guard["compiles_after_warmup"] for guard in train["guard"]] == [0, 0, 0]
+
+
+def test_the_same_with_the_warm_up_skipped_is_refused_with_the_command_to_run(tiny):
+    record = tiny.only(f"results/compile-cache/{SECOND_BUILD}-*/cpu/*/warm.json")
+    shutil.rmtree(cache_of(record))
+    result = tiny.snakemake("--forcerun", "train_drafter", "--until", "train_drafter", *TINY, *THREE)
+    assert result.code != 0
+    assert set(result.jobs) == {"train_drafter"}
+    (line,) = result.errors
+    assert "The warmed compile cache" in line
+    assert "is gone. Run `snakemake --forcerun warm_cache`." in line
+
+
 def test_the_former_build_is_there_at_once(tiny):
     assert tiny.run("train", *TINY).jobs == {}
 
@@ -146,6 +177,20 @@ def test_a_failed_check_fails_the_run_and_keeps_its_files(tiny):
     assert not json.loads((run / "checks.json").read_text())["passed"]
     assert (run / "drafter/model.safetensors").is_file()
     assert not (run / "checks.passed").exists()
+
+
+def test_a_bundle_warms_another_cache_without_compiling(tiny):
+    tiny.run("bundle_cache", *TINY)
+    (bundle,) = tiny.folder.glob(f"results/compile-cache/{FIRST_BUILD}-*/cpu/*/bundle.tar.xz")
+    record = tiny.only(f"results/compile-cache/{FIRST_BUILD}-*/cpu/*/warm.json")
+    kept = tiny.folder / "kept.tar.xz"
+    bundle.rename(kept)
+    shutil.rmtree(cache_of(record))
+    record.unlink()
+    tiny.run("warm_cache", *TINY, "--config", f"compile_cache={{bundle: {kept}}}")
+    warm = json.loads(record.read_text())
+    assert warm["bundle"]["path"] == str(kept)
+    assert [cache["misses"] for cache in warm["devices"][0]["caches"].values()] == [0] * 5
 
 
 def test_the_parts_that_need_torch_pass_their_tests_in_the_environment(tiny, tmp_path):
