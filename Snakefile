@@ -22,38 +22,37 @@ if Path("config.yaml").exists():
 
 
 include: "rules/common.smk"
-include: "rules/environment.smk"
-include: "rules/dataset.smk"
-include: "rules/compile_cache.smk"
-include: "rules/training.smk"
-include: "rules/checks.smk"
 include: "rules/probe.smk"
 
 
-localrules:
-    train,
-    environment,
-    dataset,
-    check,
+if not probing:
 
+    include: "rules/environment.smk"
+    include: "rules/dataset.smk"
+    include: "rules/compile_cache.smk"
+    include: "rules/training.smk"
+    include: "rules/checks.smk"
 
-rule train:
-    default_target: True
-    input:
-        rules.require_checks.output,
-        rules.export_drafter.output.drafter,
+    localrules:
+        train,
+        environment,
+        dataset,
+        check,
 
+    rule train:
+        default_target: True
+        input:
+            rules.require_checks.output,
+            rules.export_drafter.output.drafter,
 
-rule environment:
-    input:
-        fingerprint(flow.environment),
+    rule environment:
+        input:
+            fingerprint(flow.environment),
 
+    rule dataset:
+        input:
+            rules.pack_rows.output,
 
-rule dataset:
-    input:
-        rules.pack_rows.output,
-
-
-rule check:
-    input:
-        rules.require_checks.output,
+    rule check:
+        input:
+            rules.require_checks.output,

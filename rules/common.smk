@@ -18,15 +18,16 @@ from draftflow.workflow import Workflow
 def resolve():
     """The workflow of this configuration; a refusal is one line and no traceback.
 
-    What is only needed to build is not asked for by a run that only locks or probes.
+    A probe only reads its own block: what else cannot be had here is no reason not to look at other machines.
     """
     try:
         flow = Workflow(
             configuration.load(config),
             Path(workflow.basedir),
-            locking=not {"lock", "probe"}.isdisjoint(sys.argv[1:]),
+            locking="lock" in sys.argv[1:],
         )
-        flow.environments, flow.dataset_id, flow.warm_record
+        if not probing:
+            flow.environments, flow.dataset_id, flow.warm_record, flow.bundle
     except DraftflowError as error:
         sys.exit(f"draftflow: error: {error}")
     return flow
@@ -83,6 +84,7 @@ def all_cores(wildcards):
     return workflow.cores or 1
 
 
+probing = "probe" in sys.argv[1:]
 flow = resolve()
 
 # A driver's variables must not reach the stages' interpreters; they get the package and nothing else.
@@ -95,5 +97,5 @@ shell.prefix(
 )
 
 # GPUs are counted only against a limit, and a profile or --resources may give another.
-if "gpu" not in workflow.global_resources:
+if "gpu" not in workflow.global_resources and not probing:
     workflow.register_resource("gpu", max(1, len(flow.gpus)))

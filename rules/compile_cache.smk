@@ -1,6 +1,5 @@
 # warm_cache, bundle_cache
-BUNDLE = flow.config.compile_cache.bundle
-PACKED = flow.warm_record.with_name("bundle.tar.xz")
+PACKED = flow.packed
 
 
 rule warm_cache:
@@ -8,7 +7,7 @@ rule warm_cache:
         target=rules.prepare_target.output.description,
         fingerprint=fingerprint(flow.environment),
         python=str(flow.environment.python),
-        bundle=[] if BUNDLE is None else str(BUNDLE),
+        bundle=[] if flow.bundle is None else str(flow.bundle),
         code=code("compile_cache.warm", "compile_cache.exercise"),
     output:
         str(flow.warm_record),

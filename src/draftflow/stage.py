@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +74,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent dies; for `preexec_fn`."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def say(message: str) -> None:
     """Print one line of progress, at once. That nobody reads it any more is no reason to stop."""
     with contextlib.suppress(BrokenPipeError):
@@ -96,7 +103,8 @@ def as_refusal(error: BaseException) -> DraftflowError | None:
     elif type(error).__name__ == "SafetensorError" and (match := re.search(r"os error (\d+)", str(error))):
         number = int(match[1])  # safetensors has the system's error as a text only
     if number not in (errno.EACCES, errno.ENOSPC, errno.EROFS, errno.EDQUOT):
-        return None
+        # the compiler wraps what befell it
+        return None if error.__cause__ is None else as_refusal(error.__cause__)
     return DraftflowError(f"{os.strerror(number)}.", "Free or allow it, then run the same command again.", place)
 
 

@@ -22,6 +22,8 @@ from draftflow.training.plan import check_rows
 
 RESULTS = Path("results")
 
+BUNDLE_KEY = "config key compile_cache.bundle"
+
 # Larger source files are known by name and size; Snakemake's own check of their time covers the rest.
 LARGEST_HASHED_SOURCE = 64 * 2**20
 
@@ -294,6 +296,28 @@ class Workflow:
     def warm_record(self) -> Path:
         """The record of the warm-up, by what shapes the step: two configurations have one each."""
         return self.compile_cache / _digest([self.step_settings, self.target_id])[:12] / "warm.json"
+
+    @cached_property
+    def bundle(self) -> Path | None:
+        """The bundle that warm-up starts from."""
+        setting = self.config.compile_cache.bundle
+        if setting is None:
+            return None
+        path = setting.expanduser()
+        if not path.is_file():
+            raise DraftflowError(
+                f"There is no bundle {path}.", "Make it with `snakemake bundle_cache`, or set null.", BUNDLE_KEY
+            )
+        if path.resolve() == self.packed.resolve():
+            raise DraftflowError(
+                f"{path} is what bundle_cache writes of this very cache.", "Copy it to another place.", BUNDLE_KEY
+            )
+        return path
+
+    @property
+    def packed(self) -> Path:
+        """What bundle_cache writes."""
+        return self.warm_record.with_name("bundle.tar.xz")
 
     @property
     def run_folder(self) -> Path:

@@ -140,7 +140,7 @@ def test_the_guard_counts_what_is_checked():
         (FUSED, True),
         ({"triton_tem_fused_flex_attention_3": 5}, False),
         ({"triton_poi_fused_mul_0": 5}, False),
-        ({}, False),
+        ({}, None),
     ],
 )
 def test_on_a_gpu_the_step_must_launch_the_fused_kernels(kernels, passed):

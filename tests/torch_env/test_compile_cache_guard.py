@@ -97,6 +97,20 @@ def test_a_miss_is_a_surprise_only_with_a_warm_cache():
     assert cold.counts()["fx_graph_misses"] == 1
 
 
+def test_a_kernel_that_comes_into_the_warm_cache_is_a_surprise(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    (tmp_path / "inductor/ab").mkdir(parents=True)
+    (tmp_path / "inductor/ab/known.so").touch()
+    guard, cold = Guard("error"), Guard("error", warm=False)
+    guard.check(files=True)
+    (tmp_path / "inductor/ab/new.so").touch()
+    cold.check(files=True)
+    with pytest.raises(DraftflowError, match="1 kernels or choices that were not in the cache"):
+        guard.check(files=True)
+    assert guard.counts()["kernels_built"] == cold.counts()["kernels_built"] == 1
+
+
 def test_graph_breaks_are_surprises():
     guard = Guard("error", warm=False)
 

@@ -133,10 +133,11 @@ def test_a_signal_stops_with_a_checkpoint_and_the_same_command_finishes(case):
     assert steps[-1] == record["steps"] == 500
     assert record["last_loss"] < record["first_loss"] - 2
     assert record["last_held_out_loss"] < record["first_held_out_loss"]
-    (guard,) = record["guard"]
-    assert guard["fx_graph_misses"] == guard["compiles_after_warmup"] == 0
-    assert guard["reasons"] == []
-    assert guard["fx_graph_hits"] == 3
+    assert len(record["guard"]) == 2  # before and after the stop
+    for guard in record["guard"]:
+        assert guard["fx_graph_misses"] == guard["compiles_after_warmup"] == guard["kernels_built"] == 0
+        assert guard["reasons"] == []
+        assert guard["fx_graph_hits"] == 3
     assert record["cache"]["files"] > 10
     assert record["cache"]["damaged"] == {}
     assert record["feature_cache"]["hits"] > 0
@@ -262,6 +263,21 @@ def test_a_warm_cache_from_a_bundle_compiles_nothing(case, tmp_path):
     assert record["devices"][0]["caches"]["cpp"]["misses"] == 0
     assert record["bundle"]["path"] == str(tmp_path / "bundle.tar.xz")
     assert "from the bundle" in done.stdout
+
+
+def test_a_warm_up_that_is_killed_takes_its_compiler_along_and_the_next_begins_anew(case, tmp_path):
+    paths = {"cache": tmp_path / "cache", "record": tmp_path / "warm.json"}
+    with subprocess.Popen(case.warming(**paths), stdout=subprocess.DEVNULL, env=environment()) as process:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("cache/*/inductor/**/*.so")):  # in the middle of compiling
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.kill()
+    done = case.warm(**paths)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "warm.json").read_text())
+    assert "an earlier warm-up was not finished" in done.stdout
+    assert record["devices"][0]["caches"]["fx_graph"] == {"hits": 0, "misses": 3}
 
 
 def test_two_warm_ups_of_one_key_wait_for_one_another(case, tmp_path):

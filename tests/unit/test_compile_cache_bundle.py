@@ -118,12 +118,20 @@ def test_the_header_comes_first_and_says_what_the_bundle_is_for(packed):
     assert (header["format"], header["key"], header["holds"]) == (bundle.FORMAT, key.cache_key(HELD), HELD)
 
 
+def test_what_warm_up_did_not_make_is_removed_and_not_packed(record, tmp_path):
+    stranger = cache_of(record) / "inductor/stranger"
+    stranger.touch()
+    bundle.pack(record, tmp_path / "bundle.tar.xz")
+    assert not stranger.exists()
+    assert bundle.unpack(tmp_path / "bundle.tar.xz", tmp_path / "there", None)["files"] > 0
+    assert not (tmp_path / "there/inductor/stranger").exists()
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
         (lambda folder: (folder / GRAPH).write_bytes(b"g"), f"{GRAPH} is truncated, 1 of 400 bytes"),
         (lambda folder: (folder / LONG).unlink(), "is missing"),
-        (lambda folder: (folder / "inductor/stranger").touch(), "inductor/stranger is foreign"),
         (lambda folder: (folder / manifest.NAME).unlink(), "manifest.json is missing"),
     ],
 )

@@ -30,7 +30,7 @@ def test_kernels_and_choices_are_told_apart_and_unfinished_ones_left_out(tmp_pat
 def test_what_came_is_a_miss_and_the_rest_of_what_was_asked_for_a_hit(tmp_path):
     make(tmp_path, "triton/AAA/kernel.cubin")
     before = artefacts(tmp_path)
-    make(tmp_path, "triton/BBB/kernel.cubin", "triton/CCC/kernel.cubin", "inductor/cd/x.best_config")
+    make(tmp_path, "triton/BBB/kernel.cubin", "triton/CCC/other.cubin", "inductor/cd/x.best_config")
     asked = Requests(kernels=set("abcde"), choices=set("xyz"))
     assert hits_and_misses(tmp_path, before, COUNTS, asked, libraries=4) == {
         "fx_graph": {"hits": 3, "misses": 0},

@@ -53,6 +53,7 @@ MOUNTS = r"""/dev/vda / ext4 rw 0 0
 proc /proc proc rw 0 0
 server:/home /home nfs4 rw 0 0
 /dev/sdb /home/me/local\040disk xfs rw 0 0
+server:/x /daten-ü nfs rw 0 0
 tmpfs /scratch tmpfs rw 0 0
 /dev/sdc /scratch ext4 rw 0 0
 """
@@ -65,12 +66,13 @@ tmpfs /scratch tmpfs rw 0 0
         ("/home/me/project", "nfs4"),
         ("/home/me/local disk/project", "xfs"),
         ("/homestead", "ext4"),
+        ("/daten-ü/x", "nfs"),
         ("/scratch/x", "ext4"),
     ],
 )
 def test_the_file_system_is_that_of_the_nearest_mount_and_the_last_of_two(tmp_path, folder, kind):
     mounts = tmp_path / "mounts"
-    mounts.write_text(MOUNTS)
+    mounts.write_text(MOUNTS, encoding="utf-8")
     assert location.filesystem(Path(folder), mounts) == kind
 
 
@@ -132,3 +134,38 @@ def test_who_fills_the_cache_is_alone_and_readers_are_not(tmp_path, first, secon
             two.communicate("\n")
         if not waits:
             one.communicate("\n")
+
+
+GIVE = """
+import subprocess, sys, time
+from pathlib import Path
+from draftflow.compile_cache.location import held
+with held(Path(sys.argv[1]), alone=True) as hold:
+    subprocess.Popen(["sleep", "2"], pass_fds=[hold.descriptor])
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_was_given_the_hold_keeps_it_when_its_parent_is_killed(tmp_path):
+    command = [sys.executable, "-c", GIVE, str(tmp_path / "abc")]
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout.readline() == "held\n"
+        parent.kill()
+    with holding(tmp_path / "abc", "alone") as other:
+        assert "waiting for the compile cache abc: another process uses it" in other.stdout.readline()
+        assert other.stdout.readline() == "held\n"
+        other.communicate("\n")
+
+
+def test_a_disk_that_filled_meanwhile_is_said(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(location.shutil, "disk_usage", lambda folder: usage._replace(free=2**20))
+    with pytest.raises(DraftflowError, match=r"The disk filled while code was compiled: 1\.0 MiB are left"):
+        location.require_not_full(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_switch_that_is_off_is_no_danger(tmp_path, name):
+    prepare(tmp_path, {name: "0"})

@@ -220,3 +220,19 @@ def test_relocating_does_not_hide_damage(cache, tmp_path, harm):
     harm(moved / GROUP)
     assert manifest.relocate(moved) == 0
     assert not manifest.examine(moved).sound
+
+
+@pytest.mark.parametrize("name", ["0.lock", "..tmp", ".12.34.tmp", "tmp.pid_1"])
+def test_what_a_killed_compiler_left_is_removed_before_use(tmp_path, name):
+    """Inductor unpickles whatever lies in the folder of an FX graph."""
+    graph = tmp_path / "inductor/fxgraph/ab/key/graph"
+    graph.parent.mkdir(parents=True)
+    graph.write_bytes(b"graph")
+    manifest.write(tmp_path)
+    (graph.parent / name).write_bytes(b"half a graph")
+    (tmp_path / "inductor/locks").mkdir()
+    (tmp_path / "inductor/foreign").write_bytes(b"")
+    found = manifest.clean(tmp_path)
+    assert (found.damaged, found.foreign) == ({}, ["inductor/foreign"])
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"graph", "manifest.json"}
+    assert manifest.clean(tmp_path).sound

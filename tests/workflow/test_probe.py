@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 
 def hosts(**blocks):
     settings = {"hosts": blocks, "hop_seconds": 10, "trial_seconds": 0}
@@ -49,3 +51,17 @@ def test_a_wrong_key_of_a_host_is_refused_before_anything_runs(project):
     assert "probe.hosts.gpu1.pyton" in line
     assert "probe.hosts.gpu1.python?" in line
     assert not (project.folder / "results").exists()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "torch={build: external, interpreter: no-such-python}",
+        "torch={version: 2.12.0}",
+        "training={devices: [5, 6, 7]}",
+        "dataset={sources: [none.jsonl]}",
+    ],
+)
+def test_what_cannot_be_built_here_is_no_reason_not_to_look_at_other_machines(project, block):
+    command, blocks = hosts(there={"python": sys.executable})
+    assert "torch           none" in project.run("probe", command, blocks, block).output

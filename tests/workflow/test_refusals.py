@@ -35,6 +35,7 @@ def refused(project, *arguments):
         ({"torch": "{build: external, interpreter: no-such-python}"}, ["torch.interpreter", "no-such-python"]),
         ({"dataset": "{sources: [none.jsonl]}"}, ["dataset.sources", "none.jsonl is not a file"]),
         ({"target": "{chat_template: none.jinja}"}, ["target.chat_template", "none.jinja"]),
+        ({"compile_cache": "{bundle: none.tar.xz}"}, ["compile_cache.bundle", "no bundle none.tar.xz", "bundle_cache"]),
         ({"run": "a/b"}, ["run", "'a/b' is not allowed"]),
     ],
 )

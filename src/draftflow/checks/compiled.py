@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from draftflow.checks.result import Check
+from draftflow.checks.result import Check, not_run
 
 # Counts of `compile_cache.guard.Guard` that must be zero once the cache is warm
 SURPRISES = (
@@ -16,6 +16,7 @@ SURPRISES = (
     "autograd_misses",
     "autograd_bypasses",
     "benchmarks",
+    "kernels_built",
 )
 
 KERNEL = re.compile(r"triton_tem_fused_\w*flex_attention\w*")
@@ -75,6 +76,10 @@ def fused_check(kernels: Mapping[str, int]) -> Check:
     Args:
         kernels: launches of one step, by name, as the profiler of the GPU saw them in warm-up's proof.
     """
+    if not kernels:
+        return not_run(
+            "compile_fused_attention", "the profiler gave no kernels", ">= 1 of each", "proof.kernels in warm.json"
+        )
     fused = {name for name in kernels if KERNEL.fullmatch(name)}
     backward = {name for name in fused if "backward" in name}
     return Check(

@@ -246,7 +246,7 @@ def main() -> None:
             row = {name: getattr(held_out, name)[0] for name in names}
             guard = Guard("warn")
             checks += drafter_checks(arguments.drafter, arguments.target, row, plan)
-            guard.check()
+            guard.check(files=True)
             record["guard"] = guard.counts()
             checks.append(stage_check("weights", record["guard"], settings["checks"]["compile"]))
     else:

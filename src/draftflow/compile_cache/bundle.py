@@ -25,7 +25,7 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from draftflow.compile_cache import key, manifest
+from draftflow.compile_cache import key, location, manifest
 from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage, say, sha256, stage_parser, write_json, write_text
 
@@ -38,7 +38,6 @@ LEVEL = 1
 
 MAGIC = b"\xfd7zXZ\x00"
 MEBIBYTE = 2**20
-WARM = "Run `snakemake --forcerun warm_cache`."
 AGAIN = "Copy it again, or make it again with `snakemake bundle_cache` where it comes from."
 
 
@@ -56,13 +55,16 @@ def pack(record: Path, output: Path) -> dict[str, Any]:
         DraftflowError: there is no such cache, or it is not as its manifest says.
         OSError: the bundle cannot be written.
     """
-    warm, folder = _warmed(record)
-    manifest.relocate(folder)
-    examined = manifest.examine(folder)
-    if not examined.sound:
-        wrong = [f"{path} is {words}" for path, words in examined.damaged.items()]
-        wrong += [f"{path} is foreign" for path in examined.foreign]
-        raise DraftflowError(f"The compile cache is not packed: {wrong[0]}.", WARM, str(folder))
+    warm, folder = key.read_warm(record)
+    with location.held(folder, alone=True):
+        return _pack(warm, folder, output)
+
+
+def _pack(warm: dict[str, Any], folder: Path, output: Path) -> dict[str, Any]:
+    key.require_folder(folder)
+    examined = manifest.clean(folder)
+    for path, words in examined.damaged.items():
+        raise DraftflowError(f"The compile cache is not packed: {path} is {words}.", key.REMEDY, str(folder))
     files = manifest.read(folder)
     header = {
         "kind": KIND,
@@ -119,7 +121,8 @@ def unpack(bundle: Path, folder: Path, held: Mapping[str, Any] | None) -> dict[s
             f"The folder that {bundle.name} would become is not empty.", "Remove it, or use what it holds.", str(folder)
         )
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process of the same number that was killed
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # of processes that were killed; the folder is held
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         with (
@@ -143,21 +146,6 @@ def unpack(bundle: Path, folder: Path, held: Mapping[str, Any] | None) -> dict[s
     size = sum(size for size, _ in files.values())
     facts = {name: header[name] for name in ("key", "holds", "devices")}
     return {**facts, "files": len(files), "unpacked_bytes": size, "sha256": value}
-
-
-def _warmed(record: Path) -> tuple[dict[str, Any], Path]:
-    """Of the record of a warm-up: key, holds, devices; and the cache folder that it names."""
-    try:
-        warm = json.loads(record.read_text(encoding="utf-8"))
-        folder = record.parent / warm["folder"]
-        warm = {"key": warm["key"], "holds": warm["holds"], "devices": [each["device"] for each in warm["devices"]]}
-    except FileNotFoundError:
-        raise DraftflowError("The compile cache was not warmed.", WARM, str(record)) from None
-    except (ValueError, KeyError, TypeError):
-        raise DraftflowError("The record of the warm-up cannot be read.", WARM, str(record)) from None
-    if not folder.is_dir():
-        raise DraftflowError(f"The warmed compile cache {folder} is gone.", WARM, str(record))
-    return warm, folder
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -34,7 +34,7 @@ def artefacts(folder: Path) -> Artefacts:
             path = os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118 (quick, of thousands)
             if name.endswith(_BINARIES):
                 triton.add(path)
-            elif name.endswith(".so"):
+            elif name.endswith(".so") and not path.startswith("triton"):  # Triton's launchers are C++ too
                 cpp.add(path)
             elif name.endswith(".best_config"):
                 autotune.add(path)
@@ -85,7 +85,8 @@ def hits_and_misses(
 ) -> dict[str, dict[str, int]]:
     """By cache: how often what was asked for was there.
 
-    A miss of a Triton kernel is a binary that was built, those that only a choice was made among included.
+    A miss of a Triton kernel is a binary that was built, those that only a choice was made among included; a hit is a
+    kernel of which no binary was built.
 
     Args:
         folder: the cache folder.
@@ -96,10 +97,11 @@ def hits_and_misses(
     """
     now = artefacts(folder)
     built = {name: len(getattr(now, name) - getattr(before, name)) for name in ("triton", "cpp", "autotune")}
-    requested = {"triton": len(asked.kernels), "cpp": libraries}
+    names = {Path(path).name for path in now.triton - before.triton}
+    hits = {"triton": max(0, len(asked.kernels) - len(names)), "cpp": max(0, libraries - built["cpp"])}
 
     def kernels(name: str) -> dict[str, int]:
-        return {"hits": max(0, requested[name] - built[name]), "misses": built[name]}
+        return {"hits": hits[name], "misses": built[name]}
 
     return {
         "fx_graph": {"hits": counts["fx_graph_hits"], "misses": counts["fx_graph_misses"]},
@@ -112,6 +114,6 @@ def hits_and_misses(
 
 def loaded_libraries(folder: Path) -> int:
     """Libraries from below the folder that this process has loaded."""
-    root = str(folder.resolve()) + os.sep
+    root = str(folder.resolve() / "inductor") + os.sep
     lines = Path("/proc/self/maps").read_text().splitlines()
     return len({path for line in lines if (path := line.split(maxsplit=5)[-1]).startswith(root) and ".so" in path})

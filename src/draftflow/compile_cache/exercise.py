@@ -14,9 +14,7 @@ from draftflow.stage import as_refusal, write_json
 KERNEL = re.compile(r"triton_\w+")
 
 
-def exercise(
-    settings: dict[str, Any], world_size: int, fingerprint: Path, target: Path, name_kernels: bool
-) -> dict[str, Any]:
+def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, target: Path) -> dict[str, Any]:
     """Two training steps and an evaluation; the second step shows that the first left nothing to compile.
 
     Args:
@@ -24,13 +22,13 @@ def exercise(
         world_size: number of devices of the run.
         fingerprint: `fingerprint.json`.
         target: folder of the prepared target.
-        name_kernels: run a third step under the profiler of a GPU, and name its Triton kernels.
 
     Returns:
         counts: of the compile guard. caches: hits and misses of each. graphs: that were traced.
         first_pass_seconds: the first step and the evaluation, which compile or load; phases: where they went, of which
         `other` is running, importing and starting the device. step_seconds: of the second step. parts: seconds of the
-        process from its start to the end of the first pass. kernels: Triton's, by name, if asked for.
+        process from its start to the end of the first pass. kernels: Triton's, by name, that a third step launches on a
+        GPU.
         peak_memory_bytes: of the process; memory_bound_bytes: by part, on a GPU.
     """
     started = _since_start()
@@ -64,6 +62,7 @@ def exercise(
 
     kind = settings["devices"]["kind"]
     folder = folder_in_use()
+    assert folder is not None
     before = artefacts(folder)
     with as_fingerprinted(json.loads(fingerprint.read_text())["compile"]["fields"]):
         timed("fingerprint", lambda: require_same(fingerprint))
@@ -99,7 +98,7 @@ def exercise(
         "phases": {**by_phase, "other": round(max(0.0, first_pass - sum(by_phase.values())), 3)},
         "step_seconds": round(seconds, 4),
         "parts": {name: round(value, 3) for name, value in parts.items()},
-        "kernels": kernels_of(lambda: step.train(batch, 2)) if name_kernels and kind == "cuda" else None,
+        "kernels": kernels_of(lambda: step.train(batch, 2)) if kind == "cuda" else None,
         "peak_memory_bytes": peak,
         "memory_bound_bytes": step_bound(plan, weights) if kind == "cuda" else None,
     }
@@ -128,13 +127,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--settings", type=json.loads, required=True)
     parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--name-kernels", action="store_true")
     for name in ("fingerprint", "target", "result"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     arguments = parser.parse_args()
     paths = (arguments.fingerprint, arguments.target)
     try:
-        result = exercise(arguments.settings, arguments.world_size, *paths, arguments.name_kernels)
+        result = exercise(arguments.settings, arguments.world_size, *paths)
     except Exception as error:
         refusal = as_refusal(error)
         if refusal is None:

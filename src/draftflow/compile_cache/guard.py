@@ -1,12 +1,15 @@
 """Counts what the compiler does in this process, so that nothing compiles by surprise after warm-up."""
 
 import importlib
+from pathlib import Path
 from typing import Any, Literal
 
 import torch._dynamo
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from draftflow.compile_cache import location
+from draftflow.compile_cache.caches import artefacts
 from draftflow.errors import DraftflowError
 from draftflow.stage import say
 
@@ -37,6 +40,8 @@ class Guard:
         self._reported = 0
         self._counted_before = _counts()
         self._breaks_before = dict(counters["graph_break"])
+        self._folder = location.folder_in_use()
+        self._artefacts_before = _artefacts(self._folder)
         callback_handler.register_start_callback(self._started)
         callback_handler.register_end_callback(self._ended)
 
@@ -62,10 +67,12 @@ class Guard:
             compiles: graphs that were traced; with a warm cache each is then loaded. compiles_after_warmup: those
             after `seal`. graph_breaks, benchmarks (of kernels, while tuning), and hits, misses and bypasses of the
             caches of FX graphs and of AOT autograd. recompiles: the reason of each graph that was not the first of its
-            function. reasons: in words, what was not foreseen.
+            function. reasons: in words, what was not foreseen. kernels_built: libraries, binaries and choices that came
+            into the cache folder, whoever put them there.
         """
         now = _counts()
         return {
+            "kernels_built": len(_artefacts(self._folder) - self._artefacts_before),
             "compiles": self.compiles,
             "compiles_after_warmup": self.compiles - self._sealed_at if self._sealed else 0,
             **{name: count - self._counted_before[name] for name, count in now.items()},
@@ -73,8 +80,11 @@ class Guard:
             "reasons": self._reasons(),
         }
 
-    def check(self) -> None:
+    def check(self, files: bool = False) -> None:
         """Look for surprises: a compile after `seal`, a graph break, a miss of the warm cache.
+
+        Args:
+            files: look into the cache folder as well, which takes milliseconds.
 
         Raises:
             DraftflowError: there was one, and `mode` is `error`.
@@ -82,6 +92,8 @@ class Guard:
         now = _counts()
         number = sum(now[name] - self._counted_before[name] for name in self._surprises if name in now)
         number += self.compiles - self._sealed_at if self._sealed else 0
+        if files and self.warm:
+            number += len(_artefacts(self._folder) - self._artefacts_before)
         if number <= self._reported:
             return
         self._reported = number
@@ -102,7 +114,7 @@ class Guard:
 
     def _ended(self, event: CallbackArgs) -> None:
         before, now = self._open.pop(), _counts()
-        self.events[-1]["missed"] = [name for name in WITH_A_WARM_CACHE if now[name] > before[name]]
+        self.events[-1]["missed"] = [name for name in WITH_A_WARM_CACHE if now.get(name, 0) > before.get(name, 0)]
 
     def _reasons(self) -> list[str]:
         found = []
@@ -126,7 +138,8 @@ WITH_A_WARM_CACHE = {
     "fx_graph_bypasses": "graphs that the FX graph cache cannot hold",
     "autograd_misses": "misses of the AOT autograd cache",
     "autograd_bypasses": "graphs that the AOT autograd cache cannot hold",
-    "benchmarks": "kernels timed anew to tune them",
+    "benchmarks": "timings of kernels, to tune them",
+    "kernels_built": "kernels or choices that were not in the cache",
 }
 
 
@@ -180,6 +193,14 @@ def _counts() -> dict[str, int]:
         "autograd_bypasses": autograd["autograd_cache_bypass"],
         "benchmarks": sum(count for name, count in inductor.items() if name.startswith("benchmarking.")),
     }
+
+
+def _artefacts(folder: Path | None) -> frozenset[str]:
+    """Kernels and choices in the cache folder, where this process has one."""
+    if folder is None:
+        return frozenset()
+    found = artefacts(folder)
+    return found.triton | found.cpp | found.autotune
 
 
 def _metrics(event: dict[str, Any]) -> dict[str, Any]:

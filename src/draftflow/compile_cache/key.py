@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,14 @@ from draftflow.training.plan import Plan, plan_differences, plan_id
 COMPILED = ("drafter/attention.py", "drafter/mask.py", "drafter/model.py", "training/step.py")
 
 
+# Of the flags of /proc/cpuinfo, those that a compiler may use: of x86-64 and of ARM
+INSTRUCTIONS = re.compile(
+    r"(sse|ssse|avx|amx|fma|f16c|bmi|abm|popcnt|lzcnt|movbe|gfni|vaes|vpclmul|aes|sha|adx|asimd|sve|bf16|i8mm|fphp)\w*"
+)
+
+REMEDY = "Run `snakemake --forcerun warm_cache`."
+
+
 def contents(compile_part: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """What the key is made of: the fingerprint, the compiler's settings, the sources, the plan.
 
@@ -27,6 +36,7 @@ def contents(compile_part: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     sources = {name: hashlib.sha256((package / name).read_bytes()).hexdigest()[:12] for name in COMPILED}
     return {
         "fingerprint": dict(compile_part),
+        "CPU": cpu_instructions() if plan.device_kind == "cpu" else [],
         "settings": SETTINGS,
         "sources": sources,
         "plan": asdict(plan),
@@ -34,9 +44,16 @@ def contents(compile_part: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
+def cpu_instructions(path: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The vector and arithmetic instructions of this CPU, for which C++ kernels are built (-march=native)."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return sorted(flag for flag in set(flags) if INSTRUCTIONS.fullmatch(flag))
+
+
 def cache_key(held: Mapping[str, Any]) -> str:
     """12 hexadecimal digits over the fingerprint's digest, settings, digests of the sources and the id of the plan."""
-    parts = [held["fingerprint"]["digest"], held["settings"], held["sources"], held["plan_id"]]
+    parts = [held["fingerprint"]["digest"], held["CPU"], held["settings"], held["sources"], held["plan_id"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -46,6 +63,13 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     before, now = recorded["fingerprint"]["fields"], current["fingerprint"]["fields"]
     if recorded["fingerprint"]["digest"] != current["fingerprint"]["digest"]:
         found += plan_differences(before, now)
+    was, now_has = set(recorded["CPU"]), set(current["CPU"])
+    if was != now_has:
+        changes = [
+            *(f"without {name}" for name in sorted(was - now_has)),
+            *(f"with {name}" for name in sorted(now_has - was)),
+        ]
+        found.append(f"another CPU, {', '.join(changes)}")
     found += plan_differences(recorded["settings"], current["settings"])
     for name in COMPILED:
         if recorded["sources"].get(name) != current["sources"][name]:
@@ -63,19 +87,37 @@ def require_warm(warm_record: Path, held: Mapping[str, Any]) -> Path:
         held: `contents` of the run that is about to start.
 
     Raises:
-        DraftflowError: there was no warm-up, it was for something else, or its cache is gone.
+        DraftflowError: there was no warm-up, or it was for something else.
     """
-    remedy = "Run `snakemake --forcerun warm_cache`."
+    record, folder = read_warm(warm_record)
+    if record["key"] != cache_key(held):
+        found = ", ".join(differences(record["holds"], held))
+        raise DraftflowError(f"The compile cache was warmed for something else: {found}.", REMEDY, str(warm_record))
+    return folder
+
+
+def read_warm(warm_record: Path) -> tuple[dict[str, Any], Path]:
+    """Of the record of a warm-up, `key`, `holds` and `devices` (names); and the cache folder that it names.
+
+    Raises:
+        DraftflowError: there was no warm-up, or its record cannot be read.
+    """
     try:
         record = json.loads(warm_record.read_text(encoding="utf-8"))
-        key, recorded, folder = record["key"], record["holds"], warm_record.parent / record["folder"]
+        folder = warm_record.parent / record["folder"]
+        devices = [device["device"] for device in record["devices"]]
+        return {"key": record["key"], "holds": record["holds"], "devices": devices}, folder
     except FileNotFoundError:
-        raise DraftflowError("The compile cache was not warmed.", remedy, str(warm_record)) from None
+        raise DraftflowError("The compile cache was not warmed.", REMEDY, str(warm_record)) from None
     except (ValueError, KeyError, TypeError):
-        raise DraftflowError("The record of the warm-up cannot be read.", remedy, str(warm_record)) from None
-    if key != cache_key(held):
-        found = ", ".join(differences(recorded, held))
-        raise DraftflowError(f"The compile cache was warmed for something else: {found}.", remedy, str(warm_record))
+        raise DraftflowError("The record of the warm-up cannot be read.", REMEDY, str(warm_record)) from None
+
+
+def require_folder(folder: Path) -> None:
+    """See that a warmed cache folder is there; whoever calls this holds it, so that none is just being made.
+
+    Raises:
+        DraftflowError: it is gone.
+    """
     if not folder.is_dir():
-        raise DraftflowError(f"The warmed compile cache {folder} is gone.", remedy, str(warm_record))
-    return folder
+        raise DraftflowError(f"The warmed compile cache {folder} is gone.", REMEDY)

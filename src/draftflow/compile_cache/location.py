@@ -8,10 +8,12 @@ Standard library only.
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from draftflow.errors import DraftflowError
@@ -45,12 +47,20 @@ FOOT_GUNS = {
     "TORCH_COMPILE_OVERRIDE_INDUCTOR_CONFIGS": "changes the compiler's settings behind warm-up and training",
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "switches the compile cache off",
     "TORCH_COMPILE_FORCE_DISABLE_CACHES": "switches the compile cache off",
+    "TRITON_CACHE_MANAGER": "keeps Triton's kernels elsewhere",
 }
+
+# What torch reads as no
+OFF = ("", "0", "false", "False")
 
 # Less than this is refused before work starts; the cache of a large drafter takes a tenth of it.
 LEAST_FREE_BYTES = 512 * 2**20
 
-NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "fuse.sshfs", "glusterfs"}
+# With less than this left after compiling, what was compiled may not have been kept: Inductor does not say so.
+FULL_BYTES = 8 * 2**20
+
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p"}
+NETWORK |= {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs"}
 
 
 def prepare(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -72,7 +82,9 @@ def prepare(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[s
         **SETTINGS,
     }
     for name, effect in FOOT_GUNS.items():
-        if environment.get(name):
+        # of these, the setting alone counts for torch, whatever it says
+        off = ("",) if name == "TORCHDYNAMO_SUPPRESS_ERRORS" else OFF
+        if environment.get(name, "") not in off:
             raise DraftflowError(f"{name}={environment[name]} {effect}.", f"Run `unset {name}`.", "environment")
     for name, value in variables.items():
         if environment.get(name, value) != value:
@@ -107,6 +119,21 @@ def _require_disk(folder: Path) -> None:
         )
 
 
+def require_not_full(folder: Path) -> None:
+    """See that the disk did not fill while code was compiled below `folder`.
+
+    Raises:
+        DraftflowError: it is as good as full.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < FULL_BYTES:
+        raise DraftflowError(
+            f"The disk filled while code was compiled: {free / 2**20:.1f} MiB are left.",
+            "Free some space, then run the same command again.",
+            str(folder),
+        )
+
+
 def filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
     """Kind of the file system that holds `folder`, as the kernel calls it; None where it does not tell."""
     try:
@@ -114,17 +141,38 @@ def filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | 
     except OSError:
         return None
     # later mounts hide earlier ones; octal escapes stand for blanks in a path
-    points = [(Path(line[1].encode().decode("unicode_escape")), line[2]) for line in lines if len(line) > 2]
+    points = [(Path(_unescaped(line[1])), line[2]) for line in lines if len(line) > 2]
     resolved = folder.resolve()
     holding = [(len(point.parts), kind) for point, kind in points if resolved.is_relative_to(point)]
     return max(enumerate(holding), key=lambda item: (item[1][0], item[0]))[1][1] if holding else None
 
 
-@contextlib.contextmanager
-def held(folder: Path, alone: bool) -> Iterator[None]:
-    """Hold the cache `folder` while it is filled (`alone`), or while processes read it; wait for whoever holds it.
+def _unescaped(path: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
-    The kernel lets go when the process ends, however it ends. Who holds it alone is written into the lock file.
+
+@dataclass(frozen=True)
+class Hold:
+    """A cache folder that is held, by this process and by those that were given `descriptor`."""
+
+    descriptor: int
+
+    def share(self) -> None:
+        """From now on others may read beside."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Let go, for all that have the descriptor."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def held(folder: Path, alone: bool) -> Iterator[Hold]:
+    """Hold the cache `folder` while it is filled or changed (`alone`), or while processes read it; wait for others.
+
+    The kernel lets go when the last process that has the descriptor ends, however it ends: a process that compiles is
+    given it (`pass_fds`), and holds the folder when whoever started it was killed. Who holds it alone is written into
+    the lock file.
 
     Raises:
         DraftflowError: the file system has no locks.
@@ -141,8 +189,7 @@ def held(folder: Path, alone: bool) -> Iterator[None]:
             except BlockingIOError:
                 if not said:
                     stream.seek(0)
-                    who = stream.read().strip()
-                    say(f"waiting for the compile cache {folder.name}: {who or 'another process'} uses it")
+                    say(f"waiting for the compile cache {folder.name}: {_holder(stream.read())} uses it")
                     said = True
                 time.sleep(0.5)
             except OSError as error:
@@ -155,16 +202,23 @@ def held(folder: Path, alone: bool) -> Iterator[None]:
             stream.truncate(0)
             stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
             stream.flush()
-        try:
-            yield
-        finally:
-            if alone:
-                stream.truncate(0)
+        yield Hold(stream.fileno())
 
 
-def folder_in_use() -> Path:
-    """The cache folder that this process was started with (`prepare`)."""
-    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent
+def _holder(text: str) -> str:
+    """Who the lock file says holds the folder, if that process still lives as far as can be seen from here."""
+    found = re.match(r"process (\d+) on (\S+),", text)
+    if found is None or (found[2] == socket.gethostname() and not Path(f"/proc/{found[1]}").exists()):
+        return "another process"
+    return text.strip()
+
+
+def folder_in_use() -> Path | None:
+    """The cache folder that this process was started with (`prepare`); None if it was started without."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    if Path(folder).name != "inductor" or os.environ.get("TRITON_CACHE_DIR") != str(Path(folder).with_name("triton")):
+        return None  # torch sets the variable in its own process too
+    return Path(folder).parent
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ Standard library only.
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,6 +70,29 @@ def write(folder: Path) -> dict[str, Any]:
     manifest = {"files": files, "digest": digest(files)}
     write_json(folder / NAME, manifest)
     return manifest
+
+
+def clean(folder: Path) -> Examination:
+    """Put the folder right as far as that needs no compiling, and examine it; who calls this holds the folder alone.
+
+    Group files of Triton are relocated; locks, half-written and foreign files are removed: Inductor would unpickle
+    whatever lies beside an FX graph.
+
+    Raises:
+        OSError: such a file cannot be removed or written.
+    """
+    for parent, folders, names in os.walk(folder):
+        for name in [*filter(_passing, folders)]:
+            shutil.rmtree(Path(parent) / name)
+            folders.remove(name)
+        for name in filter(_passing, names):
+            (Path(parent) / name).unlink()
+    relocate(folder)
+    found = examine(folder)
+    if NAME not in found.damaged:
+        for path in found.foreign:
+            (folder / path).unlink()
+    return found
 
 
 def examine(folder: Path) -> Examination:
@@ -238,7 +262,7 @@ def _walk(folder: Path) -> _Found:
 
 
 def _passing(name: str) -> bool:
-    """Whether a file or folder is a lock or half written: what a compiler leaves when it is killed, and never loads."""
+    """Whether a file or folder is a lock or half written: what a compiler leaves when it is killed."""
     return (
         name.endswith((".lock", ".tmp", "_CxxBuild"))  # of both; Inductor's .<pid>.<thread>.tmp; its C++ builder
         or name == "locks"  # a folder of Inductor

@@ -9,19 +9,22 @@ No torch in this process.
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftflow.compile_cache import bundle, key, location, manifest
 from draftflow.errors import DraftflowError
-from draftflow.stage import Record, run_stage, say, stage_parser
+from draftflow.stage import Record, end_with_parent, run_stage, say, stage_parser
 from draftflow.training.devices import Devices, from_settings, process_environment, threads_per_process
 from draftflow.training.memory import dense_scores_bytes
 from draftflow.training.plan import plan_of_run
@@ -40,11 +43,16 @@ class WarmUp:
         """The devices of the run."""
         return from_settings(self.settings)
 
-    def on(self, rank: int, compile_environment: dict[str, str], name_kernels: bool = False) -> dict[str, Any]:
+    def on(self, rank: int, compile_environment: dict[str, str], hold: location.Hold | None = None) -> dict[str, Any]:
         """Exercise the step in a fresh process on the device of `rank`; see `exercise.exercise` for the result.
 
+        Args:
+            rank: of the device.
+            compile_environment: of `location.prepare`.
+            hold: of the cache folder, which the process holds as long as it lives.
+
         Raises:
-            DraftflowError: the process failed.
+            DraftflowError: the process failed, or the disk filled.
         """
         devices = self.devices
         environment = {**os.environ, **compile_environment, **threads_per_process(devices)}
@@ -55,31 +63,38 @@ class WarmUp:
             command += ["--settings", json.dumps(self.settings), "--world-size", str(devices.count)]
             for name, path in [("fingerprint", self.fingerprint), ("target", self.target)]:
                 command += [f"--{name}", str(path)]
-            command += ["--name-kernels"] if name_kernels else []
             start = time.perf_counter()
             done = subprocess.run(
-                [*command, "--result", str(result)], env=environment, stderr=subprocess.PIPE, text=True, check=False
+                [*command, "--result", str(result)],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+                pass_fds=() if hold is None else (hold.descriptor,),
+                preexec_fn=end_with_parent,
             )
             seconds = time.perf_counter() - start
             found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        location.require_not_full(Path(compile_environment["TORCHINDUCTOR_CACHE_DIR"]))
         if "refusal" in found:
             raise DraftflowError(**found["refusal"])
         if done.returncode or not found:
             raise _failed(f"{devices.kind}:{devices.ids[rank]}", done)
         return {"process_seconds": round(seconds, 3), **found}
 
-    def prove(self, compile_environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    def prove(self, compile_environment: dict[str, str], folder: Path, hold: location.Hold) -> dict[str, Any]:
         """Exercise the step once more, in a fresh process on the first device, which must find everything.
 
         Raises:
             DraftflowError: it missed something, or the process failed.
         """
-        proof = self.on(0, compile_environment, name_kernels=True)
+        proof = self.on(0, compile_environment, hold)
         say(f"proof in a fresh process: {proof['first_pass_seconds']:.1f} s, {_hits(proof)}")
         counts = proof["counts"]
         missed = {f"misses of {name}": found["misses"] for name, found in proof["caches"].items() if found["misses"]}
-        missed |= {name: counts[name] for name in ("fx_graph_bypasses", "autograd_bypasses", "benchmarks")}
-        missed = {name: count for name, count in missed.items() if count}
+        for name in ("fx_graph_bypasses", "autograd_bypasses", "benchmarks"):
+            if counts[name]:  # whether training may go on with it is for checks.compile to say
+                say(f"warning: a fresh process had {counts[name]} {name.replace('_', ' ')}, and so will training")
         if missed or not counts["fx_graph_hits"]:
             raise DraftflowError(
                 f"A fresh process did not find what was just compiled: {missed or 'it looked for nothing'}.",
@@ -90,13 +105,21 @@ class WarmUp:
         return proof
 
 
+@dataclass(frozen=True)
+class CacheInUse:
+    """A verified cache: the variables of processes that read it, and the hold on it."""
+
+    environment: dict[str, str]
+    hold: location.Hold
+
+
 def warm(work: WarmUp, cache: Path, fresh: bool, record: Record, start_from: Path | None = None) -> None:
     """Warm the cache below `cache` on all devices in turn, prove it, and put what happened into `record`.
 
     Args:
         work: what is run.
         cache: folder of the caches of this kind of device.
-        fresh: empty the folder of this key first.
+        fresh: empty the folder of this key first, and take no bundle.
         record: of the stage.
         start_from: a bundle to begin with, if the folder of this key is empty.
 
@@ -108,70 +131,75 @@ def warm(work: WarmUp, cache: Path, fresh: bool, record: Record, start_from: Pat
     held = key.contents(json.loads(work.fingerprint.read_text(encoding="utf-8"))["compile"], plan)
     folder = cache / key.cache_key(held)
     record["key"], record["holds"] = folder.name, held
-    with location.held(folder, alone=True):
+    with location.held(folder, alone=True) as hold:
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         record["found"] = _found(folder)
         record["bundle"] = None
-        if start_from is not None and not folder.exists():
+        if start_from is not None and not fresh and not folder.exists():
             with record.part("bundle"):
                 unpacked = bundle.unpack(start_from, folder, held)
             record["bundle"] = {"path": str(start_from), "sha256": unpacked["sha256"]}
             say(f"compile cache {folder.name} from the bundle {start_from}: {unpacked['files']} files, verified")
         environment = location.prepare(folder)
         record["file_system"] = location.filesystem(folder)
-        (folder / manifest.NAME).unlink(missing_ok=True)  # until the end, the folder is not whole
-        record["devices"] = list(_walk(work, environment, record))
+        record["devices"] = list(_walk(work, environment, record, hold, folder))
         with record.part("proof"):
-            proof = work.prove(environment, folder)
+            proof = work.prove(environment, folder, hold)
         record["artefacts"] = {"files": len(manifest.write(folder)["files"]), "bytes": location.size_bytes(folder)}
     record["proof"] = proof
-    record["cold_seconds"] = record["devices"][0]["first_pass_seconds"]
+    first = record["devices"][0]
+    record["cold_seconds"] = first["first_pass_seconds"] if first["cold"] else None
     record["warm_seconds"] = proof["first_pass_seconds"]
     record["memory"] = _memory(proof, dense_scores_bytes(plan))
 
 
-def require_sound(work: WarmUp, folder: Path, record: Record) -> None:
-    """See that the folder holds what warm-up left in it; what is damaged is compiled anew here, in one process.
+@contextmanager
+def in_use(work: WarmUp, warm_record: Path, held: Mapping[str, Any], record: Record) -> Iterator[CacheInUse]:
+    """The warm cache for what `held` says, verified and in hand; what is damaged is compiled anew, in one process.
+
+    The folder is held alone until it is verified, and from then on with other readers.
 
     Args:
         work: what is compiled.
-        folder: of a cache key, warmed.
+        warm_record: `warm.json`.
+        held: `key.contents` of the run.
         record: told under `cache`: files that were verified, and what was wrong with which.
 
     Raises:
-        DraftflowError: it could not be mended.
+        DraftflowError: the cache is not warm for this, or could not be mended.
     """
-    with location.held(folder, alone=True), record.part("verify"):
-        manifest.relocate(folder)
-        found = manifest.examine(folder)
-        told: dict[str, Any] = {"files": found.files, "damaged": found.damaged, "foreign": found.foreign}
-        for path in found.foreign:
-            (folder / path).unlink(missing_ok=True)
-            say(f"warning: removed {path} from the compile cache, which warm-up had not put there")
-        if found.damaged:
-            path, words = next(iter(found.damaged.items()))
-            more = f" and {len(found.damaged) - 1} more" if len(found.damaged) > 1 else ""
-            say(f"warning: the compile cache is damaged ({path}: {words}{more}); compiling anew")
-            shutil.rmtree(folder)
-            environment = location.prepare(folder)
-            mended = work.on(0, environment)
-            work.prove(environment, folder)
-            manifest.write(folder)
-            told["recompiled_seconds"] = mended["first_pass_seconds"]
+    folder = key.require_warm(warm_record, held)
+    with location.held(folder, alone=True) as hold:
+        key.require_folder(folder)
+        environment = location.prepare(folder)
+        with record.part("verify"):
+            found = manifest.clean(folder)
+            told: dict[str, Any] = {"files": found.files, "damaged": found.damaged, "foreign": found.foreign}
+            for path in found.foreign:
+                say(f"warning: removed {path} from the compile cache, which warm-up had not put there")
+            if found.damaged:
+                path, words = next(iter(found.damaged.items()))
+                more = f" and {len(found.damaged) - 1} more" if len(found.damaged) > 1 else ""
+                say(f"warning: the compile cache is damaged ({path}: {words}{more}); compiling anew")
+                shutil.rmtree(folder)
+                environment = location.prepare(folder)
+                mended = work.on(0, environment, hold)
+                work.prove(environment, folder, hold)
+                manifest.write(folder)
+                told["recompiled_seconds"] = mended["first_pass_seconds"]
         record["cache"] = told
+        hold.share()
+        yield CacheInUse(environment, hold)
 
 
 def _found(folder: Path) -> dict[str, Any]:
     """What an earlier warm-up left, and whether it can be used; what cannot is removed."""
     if not folder.exists():
         return {"state": "empty"}
-    manifest.relocate(folder)
-    found = manifest.examine(folder)
+    found = manifest.clean(folder)
     if found.sound:
         return {"state": "whole", "files": found.files}
-    for path in found.foreign:
-        (folder / path).unlink(missing_ok=True)
     if found.damaged:
         path, words = next(iter(found.damaged.items()))
         interrupted = path == manifest.NAME and words == "missing"
@@ -185,17 +213,19 @@ def _found(folder: Path) -> dict[str, Any]:
     }
 
 
-def _walk(work: WarmUp, environment: dict[str, str], record: Record) -> Iterator[dict[str, Any]]:
+def _walk(
+    work: WarmUp, environment: dict[str, str], record: Record, hold: location.Hold, folder: Path
+) -> Iterator[dict[str, Any]]:
     """One device after the other."""
     devices = work.devices
     for rank, device in enumerate(devices.ids):
         name = f"{devices.kind}:{device}" if devices.kind == "cuda" else "cpu"
         say(f"{name}: compiling the step" if rank == 0 else f"{name}: the same kind of device, loading")
         with record.part(name):
-            found = work.on(rank, environment)
+            found = work.on(rank, environment, hold)
         cold = found["caches"]["fx_graph"]["misses"] > 0
         say(f"{name}: {'cold' if cold else 'warm'}, {found['first_pass_seconds']:.1f} s, {_hits(found)}")
-        yield {"device": name, "cold": cold, **found}
+        yield {"device": name, "cold": cold, "size_bytes": location.size_bytes(folder), **found}
         if devices.kind == "cpu":
             return  # processes on CPUs are all alike
 
@@ -217,8 +247,14 @@ def _hits(found: dict[str, Any]) -> str:
 
 
 def _failed(device: str, done: "subprocess.CompletedProcess[str]") -> DraftflowError:
-    lines = done.stderr.strip().splitlines()
     sys.stderr.write(done.stderr)
+    if done.returncode < 0:
+        cause = ", perhaps for want of memory" if done.returncode == -signal.SIGKILL else ""
+        return DraftflowError(
+            f"The process that compiles was ended by signal {-done.returncode}{cause}.", "See `dmesg`.", device
+        )
+    # of a chain of errors, the cause at the beginning
+    lines = [line for line in done.stderr.splitlines() if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Hit)\b", line)]
     last = lines[-1] if lines else f"it ended with status {done.returncode}"
     return DraftflowError(f"Compiling failed: {last}.", "The whole message is above.", device)
 
@@ -240,7 +276,8 @@ def main() -> None:
     # relative, so that the project folder can be moved with its warm cache
     record["folder"] = os.path.relpath(arguments.cache / record["key"], arguments.record.parent)
     record.write(arguments.record)
-    say(f"compile cache {record['key']}: cold {record['cold_seconds']:.1f} s, warm {record['warm_seconds']:.1f} s")
+    cold = f"cold {record['cold_seconds']:.1f} s, " if record["cold_seconds"] is not None else ""
+    say(f"compile cache {record['key']}: {cold}warm {record['warm_seconds']:.1f} s")
 
 
 if __name__ == "__main__":

@@ -4,38 +4,42 @@ The compiler's settings are variables that must be there before torch is importe
 the record of the warm-up alone. Standard library only.
 """
 
-import json
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from draftflow.compile_cache import location
+from draftflow.compile_cache import key, location, manifest
 from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage
 
 
-def enter(warm_record: Path) -> None:
-    """Set this process's variables to the warmed cache.
+@contextmanager
+def entered(warm_record: Path) -> Iterator[None]:
+    """Set this process's variables to the warmed cache, verified, which it holds meanwhile.
 
     Raises:
-        DraftflowError: it is gone, or the environment contradicts it.
+        DraftflowError: it is gone or damaged, or the environment contradicts it.
     """
-    record = json.loads(warm_record.read_text(encoding="utf-8"))
-    folder = warm_record.parent / record["folder"]
-    if not folder.is_dir():
-        raise DraftflowError(
-            f"The warmed compile cache {folder} is gone.", "Run `snakemake --forcerun warm_cache`.", str(warm_record)
-        )
-    os.environ.update(location.prepare(folder))
+    _, folder = key.read_warm(warm_record)
+    with location.held(folder, alone=True) as hold:
+        key.require_folder(folder)
+        variables = location.prepare(folder)
+        for path, words in manifest.clean(folder).damaged.items():
+            raise DraftflowError(f"The compile cache is damaged: {path} is {words}.", key.REMEDY, str(folder))
+        hold.share()
+        os.environ.update(variables)
+        yield
 
 
 def main() -> None:
     """Enter, and become the module."""
     warm_record, module, *arguments = sys.argv[1:]
-    enter(Path(warm_record))
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    with entered(Path(warm_record)):
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,6 @@ def _compile_fields() -> dict[str, Any]:
         "CUDA driver": _cuda_driver(),
         "C++ compiler": _compiler(),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
-        "CPU instructions": _cpu_instructions(),
     }
     for name, value in sorted(os.environ.items()):
         is_path = os.sep in value or name.endswith(("_DIR", "_PATH", "_HOME"))
@@ -189,14 +188,6 @@ def _cublas(cuda: str | None) -> str | None:
         library.cublasGetProperty(part, ctypes.byref(number))
         parts.append(str(number.value))
     return ".".join(parts)
-
-
-def _cpu_instructions() -> str | None:
-    """Digest of the instructions that the CPU has: C++ kernels are built for them all (-march=native)."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    flags = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), None)
-    return flags and hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:12]
 
 
 def _compiler() -> str | None:

@@ -51,6 +51,7 @@ class Loop:
         evaluate_every, checkpoint_every: steps between evaluations and checkpoints; both happen at the end as well.
         checkpoints: folder of this run's checkpoints.
         facts: what every checkpoint's state shall hold.
+        earlier_guards: what the guards of this run counted before it was stopped.
         metrics: on rank 0; the other ranks have none.
         on_first_step: called when everything that is compiled has been loaded.
 
@@ -67,6 +68,7 @@ class Loop:
     checkpoint_every: int
     checkpoints: Path
     facts: dict[str, Any]
+    earlier_guards: list[dict[str, Any]] = field(default_factory=list)
     metrics: Metrics | None = None
     on_first_step: Callable[[], None] = lambda: None
     step: int = 0
@@ -104,6 +106,7 @@ class Loop:
                 self.first_step_at = time.time()
                 self.guard.seal()
                 self.on_first_step()
+                self.guard.check(files=True)
             self.guard.check()
             last, stop = self.step == self.hyper.steps, self.stop.requested()
             if self.step % LOG_EVERY == 0 or self.step == 1 or last:
@@ -182,7 +185,7 @@ class Loop:
         return {
             "median_step_ms": self.metrics.median_step_ms() if self.metrics else None,
             "peak_memory_bytes": peak_memory_bytes(self.process.device),
-            "guard": guards,
+            "guard": [*self.earlier_guards, *guards],
             "feature_cache": {"hits": source.hits, "misses": source.misses},
         }
 

@@ -5,7 +5,6 @@ from its newest whole checkpoint, and one that is finished only has its outputs 
 """
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -16,15 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from draftflow import sources
-from draftflow.compile_cache import key, location
-from draftflow.compile_cache.warm import WarmUp, require_sound
+from draftflow.compile_cache import key
+from draftflow.compile_cache.warm import CacheInUse, WarmUp, in_use
 from draftflow.errors import DraftflowError
-from draftflow.stage import Record, run_stage, say, sha256, stage_parser, write_text
+from draftflow.stage import Record, end_with_parent, run_stage, say, sha256, stage_parser, write_text
 from draftflow.training import checkpoint
 from draftflow.training.devices import Devices, from_settings, threads_per_process
 from draftflow.training.plan import plan_of_run
@@ -58,14 +56,14 @@ def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.
         return found
     _, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
     compile_part = json.loads(job.fingerprint.read_text(encoding="utf-8"))["compile"]
-    cache = key.require_warm(warm, key.contents(compile_part, plan))
-    compile_environment = location.prepare(cache)
-    require_sound(WarmUp(job.settings, job.fingerprint, job.target), cache, record)
-    say(f"training on {devices.count} x {devices.slug}, {job.steps} steps")
-    started = time.time()
-    with tempfile.TemporaryDirectory(prefix="draftflow-") as folder, contextlib.ExitStack() as until_loaded:
-        until_loaded.enter_context(location.held(cache, alone=False))
-        outcome = _torchrun(job, devices, compile_environment, Path(folder), until_loaded.close)
+    work = WarmUp(job.settings, job.fingerprint, job.target)
+    with (
+        tempfile.TemporaryDirectory(prefix="draftflow-") as folder,
+        in_use(work, warm, key.contents(compile_part, plan), record) as cache,
+    ):
+        say(f"training on {devices.count} x {devices.slug}, {job.steps} steps")
+        started = time.time()
+        outcome = _torchrun(job, devices, cache, Path(folder))
     record.seconds["start"] = outcome["ready_at"] - started
     record["seconds_to_first_step"] = round(outcome["first_step_at"] - started, 3)
     record.seconds["first_step"] = outcome["first_step_at"] - outcome["ready_at"]
@@ -78,29 +76,28 @@ def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.
     return found
 
 
-def _torchrun(
-    job: Job,
-    devices: Devices,
-    compile_environment: dict[str, str],
-    exchange: Path,
-    on_first_step: Callable[[], None] | None,
-) -> dict[str, Any]:
+def _torchrun(job: Job, devices: Devices, cache: CacheInUse, exchange: Path) -> dict[str, Any]:
     """Run the workers, pass a stop on to them, and return the outcome that rank 0 wrote.
 
-    `on_first_step` is called once all of them have taken a step, with everything compiled in their memory.
+    The cache is let go once all of them have taken a step, with everything compiled in their memory.
     """
     job.write(exchange / "job.json")
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices.count)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += ["--max-restarts", "0", "-m", "draftflow.training.worker"]
     command += ["--job", str(exchange / "job.json"), "--exchange", str(exchange)]
-    environment = {**os.environ, **compile_environment, **threads_per_process(devices)}
+    environment = {**os.environ, **cache.environment, **threads_per_process(devices)}
     log = exchange / "torchrun.log"
     with log.open("wb") as stream:
         # A session of its own: a signal to the terminal's processes must not make torchrun kill the workers.
         # But not an outliving one: when this process is killed, torchrun is told to stop, and it tells the workers.
         torchrun = subprocess.Popen(
-            command, env=environment, stderr=stream, start_new_session=True, preexec_fn=_end_with_parent
+            command,
+            env=environment,
+            stderr=stream,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+            pass_fds=(cache.hold.descriptor,),
         )
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -117,12 +114,13 @@ def _torchrun(
         for number in before:
             signal.signal(number, pass_on)
         try:
+            loading = True
             while (status := torchrun.poll()) is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     torchrun.wait(timeout=1)
-                if on_first_step is not None and len(list(exchange.glob("*.stepped"))) == devices.count:
-                    on_first_step()
-                    on_first_step = None
+                if loading and len(list(exchange.glob("*.stepped"))) == devices.count:
+                    cache.hold.release()
+                    loading = False
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -130,11 +128,6 @@ def _torchrun(
     if status == 0 and outcome.exists():
         return json.loads(outcome.read_text(encoding="utf-8"))
     raise _failure(exchange, log.read_text(encoding="utf-8", errors="replace"), bool(stopping))
-
-
-def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies (prctl PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _failure(exchange: Path, log: str, stopping: bool) -> BaseException:

@@ -120,6 +120,7 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
         checkpoint_every=training["checkpoint_every"],
         checkpoints=job.checkpoints,
         facts={"resumed_from": None if found is None else found.step},
+        earlier_guards=[] if found is None else found.state["run"]["guard"],
         metrics=metrics,
         on_first_step=(exchange / f"{rank}.stepped").touch,
     )
