@@ -1,0 +1,234 @@
+"""Trials of one torch build; run by threads.py with the interpreter of that build.
+
+A trial is three threads (or processes) that one barrier releases and that call one compiled function, each in a shape
+of its own and again and again, until the last of them has made its first call: so later calls of one meet the first
+calls of the others. Every result is compared with that of plain torch. Each trial is forked from a process that has
+imported torch and compiled nothing: what an error leaves behind ends with its trial, and none finds anything compiled.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from draftflow.compile_cache.threads import one_at_a_time
+
+WORKERS = 3
+CALLS = 20  # the fewest of a worker
+TIME_LIMIT = {"aot_eager": 60.0, "inductor": 300.0}  # seconds of a trial
+
+Call = Callable[[], Tensor]
+fork = multiprocessing.get_context("fork")
+first_calls = threading.Lock()
+
+# What is held around a call, given whether it is the worker's first
+CONDITIONS: dict[str, Callable[[bool], contextlib.AbstractContextManager[Any]]] = {
+    "unguarded": lambda first: contextlib.nullcontext(),
+    "lock around first calls": lambda first: first_calls if first else contextlib.nullcontext(),
+    "one_at_a_time": lambda first: one_at_a_time(),
+    "processes": lambda first: contextlib.nullcontext(),
+}
+
+
+def function(x: Tensor) -> Tensor:
+    """Nothing in particular."""
+    for _ in range(4):
+        x = (x * 1.5 + 1).sin() + x.mean(-1, keepdim=True)
+    return x
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """flex_attention, which must not be called uncompiled."""
+    return flex_attention(q, k, v, block_mask=mask)
+
+
+def causal(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask of flex_attention."""
+    return q >= k
+
+
+def make_call(kind: str, backend: str, number: int) -> tuple[Call, Tensor]:
+    """A compiled call in the shape of this number, and what it must return."""
+    compiled = torch.compile(attention if kind == "flex" else function, backend=backend, dynamic=False, fullgraph=True)
+    generator = torch.Generator().manual_seed(number)
+    if kind == "flex":
+        length = 32 * (2 + number)
+        q, k, v = (torch.randn(1, 1, length, 16, generator=generator) for _ in range(3))
+        mask = create_block_mask(causal, None, None, length, length, device="cpu", BLOCK_SIZE=32)
+        return lambda: compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = torch.randn(8 + number, 16, generator=generator)
+    if kind == "function":
+        return lambda: compiled(x), function(x)
+    x.requires_grad_()
+
+    def gradient(of: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.autograd.grad(of(x).square().sum(), x)[0]
+
+    return lambda: gradient(compiled), gradient(function)
+
+
+def work(call: Call, expected: Tensor, condition: str, barrier: Any, compiling: list[int]) -> str | None:
+    """What a worker does.
+
+    Args:
+        compiling: one entry for each thread of this process that has not made its first call.
+
+    Returns:
+        The traceback of what went wrong, or None.
+    """
+    hold, number = CONDITIONS[condition], 0
+    barrier.wait()
+    try:
+        while number < CALLS or compiling:
+            with hold(number == 0):
+                try:
+                    found = call()
+                finally:
+                    if number == 0:
+                        compiling.pop()
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            number += 1
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+def count_dense() -> list[int]:
+    """From now on, each call of flex_attention's dense path on real tensors adds an entry to the list returned."""
+    operator: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
+    dense, calls = operator.math_attention, []
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(query) is Tensor:
+            calls.append(1)
+        return dense(query, *args, **kwargs)
+
+    operator.math_attention = counted
+    return calls
+
+
+def child(connection: Connection, workers: list[int], kind: str, backend: str, condition: str, barrier: Any) -> None:
+    """A process of a trial, in which each worker is a thread; sends errors, dense calls and loaded modules."""
+    dense_calls = count_dense()
+    errors: list[str | None] = []
+    compiling = list(workers)
+
+    def run(call: Call, expected: Tensor) -> None:
+        errors.append(work(call, expected, condition, barrier, compiling))
+
+    threads = [threading.Thread(target=run, args=make_call(kind, backend, worker)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    connection.send(([error for error in errors if error], len(dense_calls), list(sys.modules)))
+    os._exit(0)  # what the parent would do at its end is not ours
+
+
+def trial(kind: str, backend: str, condition: str) -> tuple[list[str], int, list[str]]:
+    """Errors, dense calls and modules that were loaded, of all processes of one trial."""
+    apart = condition == "processes"
+    barrier = fork.Barrier(WORKERS) if apart else threading.Barrier(WORKERS)
+    groups = [[worker] for worker in range(WORKERS)] if apart else [list(range(WORKERS))]
+    errors: list[str] = []
+    modules: list[str] = []
+    dense = 0
+    with tempfile.TemporaryDirectory(prefix="draftflow-") as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        processes: dict[Any, Any] = {}
+        for group in groups:
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=child, args=(theirs, group, kind, backend, condition, barrier))
+            process.start()
+            theirs.close()
+            processes[ours] = process
+        end = time.monotonic() + TIME_LIMIT[backend]
+        waiting = list(processes)
+        while waiting:
+            ready: list[Any] = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                waiting.remove(connection)
+                try:
+                    found = connection.recv()
+                except EOFError:
+                    processes[connection].join()
+                    found = ([f"process ended with {processes[connection].exitcode}"], 0, [])
+                errors, dense, modules = errors + found[0], dense + found[1], modules + found[2]
+        for connection, process in processes.items():
+            if connection in waiting:
+                errors.append("time limit")
+                process.kill()
+            process.join()
+    return errors, dense, modules
+
+
+def short(error: str) -> str:
+    """A traceback in a few words: of a known kind, or the line that names its exception."""
+    for pattern, words in {
+        "using FX to symbolically trace": "FX_NESTED",
+        r"Metric\(s\) .* already been set": "Metric(s) already set",
+        "KeyError: 'custom'": "KeyError 'custom'",
+        "fullgraph=True found no compiled frames": "no compiled frames",
+        "Tensor-likes are not close": "wrong numbers",
+    }.items():
+        if re.search(pattern, error):
+            return words
+    named = re.findall(r"^[\w.]+(?:Error|Exception|Failed)\b.*", error, re.MULTILINE)
+    return (named or error.splitlines())[-1][:100]
+
+
+def import_ahead(kind: str, backend: str) -> None:
+    """Import what a trial imports, so that the next need not; nothing is compiled here."""
+    errors, _, modules = trial(kind, backend, "processes")
+    if errors:
+        sys.exit(f"{kind} with {backend} fails in a process of its own:\n{errors[0]}")
+    for name in modules:
+        if name.startswith(("torch", "sympy", "mpmath", "triton")) and name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def main() -> None:
+    """Run the trials of a plan and print a line of JSON for each of its entries."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", type=json.loads, required=True, help="[[kind, backend, condition, trials], ...]")
+    plan = parser.parse_args().plan
+    torch.set_num_threads(1)
+    for kind, backend in sorted({(kind, backend) for kind, backend, _, _ in plan}):
+        import_ahead(kind, backend)
+    gc.freeze()  # or each collection in a child would copy the memory that it shares
+    for kind, backend, condition, trials in plan:
+        start, bad, dense, words = time.perf_counter(), 0, 0, Counter[str]()
+        for _ in range(trials):
+            errors, dense_calls, _ = trial(kind, backend, condition)
+            bad += bool(errors)
+            dense += dense_calls
+            words.update({short(error) for error in errors})
+        result = {"kind": kind, "backend": backend, "condition": condition, "trials": trials, "bad": bad}
+        result |= {"errors": words, "dense": dense, "seconds": time.perf_counter() - start}
+        print(json.dumps({"torch": torch.__version__, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
