@@ -28,7 +28,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from draftflow.compile_cache.threads import one_at_a_time
 
@@ -36,16 +36,20 @@ WORKERS = 3
 CALLS = 20  # the fewest of a worker
 TIME_LIMIT = {"aot_eager": 60.0, "inductor": 300.0}  # seconds of a trial
 
-Call = Callable[[], Tensor]
 fork = multiprocessing.get_context("fork")
 first_calls = threading.Lock()
 
-# What is held around a call, given whether it is the worker's first
-CONDITIONS: dict[str, Callable[[bool], contextlib.AbstractContextManager[Any]]] = {
-    "unguarded": lambda first: contextlib.nullcontext(),
-    "lock around first calls": lambda first: first_calls if first else contextlib.nullcontext(),
-    "one_at_a_time": lambda first: one_at_a_time(),
-    "processes": lambda first: contextlib.nullcontext(),
+# What is held around the making of a mask and around a compiled call, given whether it is the worker's first
+Hold = Callable[[bool], contextlib.AbstractContextManager[Any]]
+nothing: Hold = lambda first: contextlib.nullcontext()  # noqa: E731
+only_first: Hold = lambda first: first_calls if first else contextlib.nullcontext()  # noqa: E731
+guard: Hold = lambda first: one_at_a_time()  # noqa: E731
+CONDITIONS: dict[str, tuple[Hold, Hold]] = {
+    "unguarded": (nothing, nothing),
+    "lock around first calls": (nothing, only_first),
+    "one_at_a_time, not around masks": (nothing, guard),
+    "one_at_a_time": (guard, guard),
+    "processes": (nothing, nothing),
 }
 
 
@@ -66,45 +70,53 @@ def causal(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-def make_call(kind: str, backend: str, number: int) -> tuple[Call, Tensor]:
-    """A compiled call in the shape of this number, and what it must return."""
+def make_call(kind: str, backend: str, number: int) -> tuple[Callable[[], Any], Callable[[Any], Tensor], Tensor]:
+    """What makes a mask (or nothing), a compiled call with it in the shape of this number, and what that must give."""
     compiled = torch.compile(attention if kind == "flex" else function, backend=backend, dynamic=False, fullgraph=True)
     generator = torch.Generator().manual_seed(number)
     if kind == "flex":
         length = 32 * (2 + number)
         q, k, v = (torch.randn(1, 1, length, 16, generator=generator) for _ in range(3))
-        mask = create_block_mask(causal, None, None, length, length, device="cpu", BLOCK_SIZE=32)
-        return lambda: compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        blocks = create_block_mask(causal, None, None, length, length, device="cpu", BLOCK_SIZE=32)
+        lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
+
+        def make_mask() -> BlockMask:
+            return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32, mask_mod=causal)
+
+        return make_mask, lambda mask: compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = torch.randn(8 + number, 16, generator=generator)
     if kind == "function":
-        return lambda: compiled(x), function(x)
+        return lambda: None, lambda _: compiled(x), function(x)
     x.requires_grad_()
 
     def gradient(of: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.autograd.grad(of(x).square().sum(), x)[0]
 
-    return lambda: gradient(compiled), gradient(function)
+    return lambda: None, lambda _: gradient(compiled), gradient(function)
 
 
-def work(call: Call, expected: Tensor, condition: str, barrier: Any, compiling: list[int]) -> str | None:
+def work(case: Any, condition: str, barrier: Any, compiling: list[int]) -> str | None:
     """What a worker does.
 
     Args:
+        case: of `make_call`.
         compiling: one entry for each thread of this process that has not made its first call.
 
     Returns:
         The traceback of what went wrong, or None.
     """
-    hold, number = CONDITIONS[condition], 0
+    (make_mask, call, expected), (around_mask, around_call), number = case, CONDITIONS[condition], 0
     barrier.wait()
     try:
         while number < CALLS or compiling:
-            with hold(number == 0):
-                try:
-                    found = call()
-                finally:
-                    if number == 0:
-                        compiling.pop()
+            try:
+                with around_mask(number == 0):
+                    mask = make_mask()
+                with around_call(number == 0):
+                    found = call(mask)
+            finally:
+                if number == 0:
+                    compiling.pop()
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             number += 1
     except Exception:
@@ -132,10 +144,10 @@ def child(connection: Connection, workers: list[int], kind: str, backend: str, c
     errors: list[str | None] = []
     compiling = list(workers)
 
-    def run(call: Call, expected: Tensor) -> None:
-        errors.append(work(call, expected, condition, barrier, compiling))
+    def run(case: Any) -> None:
+        errors.append(work(case, condition, barrier, compiling))
 
-    threads = [threading.Thread(target=run, args=make_call(kind, backend, worker)) for worker in workers]
+    threads = [threading.Thread(target=run, args=(make_call(kind, backend, worker),)) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:

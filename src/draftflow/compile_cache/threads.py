@@ -52,11 +52,12 @@ def one_at_a_time() -> Iterator[None]:
       backward calls guarded code (a checkpoint that computes its forward again).
 
     Costs 5 to 8 µs for each entry (two CPU cores, torch 2.10 to 2.14), beside the waiting. Kernels that are queued on
-    a GPU run on when the next thread enters; only their launching takes turns. Eager code outside needs no guard.
+    a GPU run on when the next thread enters; only their launching takes turns. Other eager code needs no guard.
 
-    Does not cover compiled code that is called outside of it, `flex_attention` called plainly included, which compiles
-    a wrapper of its own. Never wait inside for another thread that must enter too (a queue that it fills, a collective
-    between threads): neither would go on.
+    Make a BlockMask inside too: that looks at the state that a trace sets. Does not cover compiled code that is called
+    outside of it, `flex_attention` called plainly included, which compiles a wrapper of its own. Never wait
+    inside for another thread that must enter too (a queue that it fills, a collective between threads): neither would
+    go on.
     """
     with _lock:
         for name, value in _SETTINGS.items():
