@@ -59,6 +59,9 @@ LEAST_FREE_BYTES = 512 * 2**20
 # With less than this left after compiling, what was compiled may not have been kept: Inductor does not say so.
 FULL_BYTES = 8 * 2**20
 
+# After waiting for a lock this long without seeing a name in it, the wait is said without one.
+UNNAMED_SECONDS = 2.0
+
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p"}
 NETWORK |= {"fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.s3fs"}
 
@@ -181,17 +184,19 @@ def held(folder: Path, alone: bool) -> Iterator[Hold]:
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
     with path.open("a+", encoding="utf-8") as stream:
-        said = False
+        said, start = False, time.monotonic()
         while True:
             try:
                 fcntl.flock(stream, kind | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not said:
-                    stream.seek(0)
-                    say(f"waiting for the compile cache {folder.name}: {_holder(stream.read())} uses it")
+                stream.seek(0)
+                holder = _holder(stream.read())
+                # who has just taken the lock writes its name next
+                if not said and (holder or time.monotonic() - start > UNNAMED_SECONDS):
+                    say(f"waiting for the compile cache {folder.name}: {holder or 'another process'} uses it")
                     said = True
-                time.sleep(0.5)
+                time.sleep(0.2)
             except OSError as error:
                 raise DraftflowError(
                     f"The compile cache cannot be locked: {error.strerror}.",
@@ -205,11 +210,11 @@ def held(folder: Path, alone: bool) -> Iterator[Hold]:
         yield Hold(stream.fileno())
 
 
-def _holder(text: str) -> str:
+def _holder(text: str) -> str | None:
     """Who the lock file says holds the folder, if that process still lives as far as can be seen from here."""
     found = re.match(r"process (\d+) on (\S+),", text)
     if found is None or (found[2] == socket.gethostname() and not Path(f"/proc/{found[1]}").exists()):
-        return "another process"
+        return None
     return text.strip()
 
 
