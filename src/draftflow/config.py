@@ -177,14 +177,26 @@ class Training(Block):
     anchors_per_row: int = Field(
         32, ge=1, description="Draft blocks per packed row and step. 512 in the paper, for rows of 3072."
     )
-    learning_rate: float = Field(6e-4, gt=0, description="Peak learning rate of AdamW.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="Of the matrices; norms get AdamW. Muon's updates are scaled to the size of AdamW's."
+    )
+    learning_rate: float = Field(6e-4, gt=0, description="Peak learning rate.")
     warmup: float = Field(
         0.04, ge=0, lt=1, description="Share of the steps over which the learning rate rises; cosine decay after."
     )
     min_learning_rate: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a share of the peak.")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay of the matrices.")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of the matrices.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW momentum coefficients.")
     clip_norm: float = Field(1.0, gt=0, description="Largest global norm of the gradient.")
+    loss: Literal["decay", "dpace", "kl"] = Field(
+        "decay",
+        description="decay: cross-entropy, weighted by the place in the block. dpace: weighted by the acceptance that\n"
+        "the drafter expects there. kl: divergence from the target's own distribution, weighted as decay; the target\n"
+        "runs through all of its layers for it.",
+    )
+    dpace_alpha: float = Field(
+        0.5, gt=0, le=1, description="Smoothing of the drafter's confidence in dpace; 1 ignores it."
+    )
     loss_decay: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto", description="gamma of the loss weights exp(-(k-1)/gamma). auto: 4, 5, 7 at block size 8, 10, 16."
     )

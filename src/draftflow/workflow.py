@@ -275,6 +275,8 @@ class Workflow:
             "rows_per_step": training.rows_per_step,
             "anchors_per_row": training.anchors_per_row,
             "precision": training.precision,
+            "loss": training.loss,
+            "optimizer": training.optimizer,
             "devices": {"kind": devices.kind, "ids": list(devices.ids), "slug": devices.slug},
         }
         check_rows(settings, devices.kind, devices.count)

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention 
 
 from draftflow.drafter.anchors import Anchors, sample_anchors  # noqa: E402
 from draftflow.drafter.attention import attend, forbid_dense  # noqa: E402
-from draftflow.drafter.loss import block_targets, linear_cross_entropy  # noqa: E402
+from draftflow.drafter.loss import block_targets, even_chunks, head_loss  # noqa: E402
 from draftflow.drafter.mask import allowed, block_mask  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 from draftflow.drafter.shape import DrafterShape  # noqa: E402
@@ -220,8 +220,8 @@ def test_mask_targets_and_loss_do_not_wait_for_the_gpu(dtype: torch.dtype) -> No
     exact = hidden.double().requires_grad_()
     expected_loss = (weights * F.cross_entropy(exact @ head.double().T, labels, reduction="none")).sum()
     expected_loss.backward()
-    arguments = (hidden.cuda().requires_grad_(), head.cuda(), labels.cuda(), weights.cuda(), 100)
-    loss, _, _ = without_sync(lambda: linear_cross_entropy(*arguments))
+    arguments = (hidden.cuda().requires_grad_(), head.cuda(), labels.cuda(), weights.cuda(), even_chunks(len(labels), 100))
+    loss, _, _ = without_sync(lambda: head_loss(*arguments))
     without_sync(loss.backward)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # bf16 keeps 8 bits of a logit
     assert loss.item() == pytest.approx(expected_loss.item(), rel=tolerance)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from draftflow.drafter.anchors import block_inputs, sample_anchors  # noqa: E402
 from draftflow.drafter.checkpoint import export  # noqa: E402
 from draftflow.drafter.generate import generate, greedy, margin_at  # noqa: E402
-from draftflow.drafter.loss import block_targets, linear_cross_entropy, loss_weights  # noqa: E402
+from draftflow.drafter.loss import block_targets, even_chunks, head_loss, loss_weights  # noqa: E402
 from draftflow.drafter.mask import allowed  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 
@@ -67,7 +67,8 @@ def trained(target):
         mask = allowed(anchors, documents, shape.block_size)
         hidden = drafter(features, F.embedding(tokens, target.embed_weight), positions, block_positions, mask)
         weights = (loss_weights(shape.block_size, 4.0) * supervised).flatten()
-        loss, _, _ = linear_cross_entropy(hidden.flatten(0, 1), target.head_weight, labels.flatten(), weights, 512)
+        chunks = even_chunks(labels.numel(), 512)
+        loss, _, _ = head_loss(hidden.flatten(0, 1), target.head_weight, labels.flatten(), weights, chunks)
         (loss / weights.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()

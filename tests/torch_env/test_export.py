@@ -15,6 +15,7 @@ from tiny import make_target  # noqa: E402
 from draftflow.checks import generation, weights  # noqa: E402
 from draftflow.checks.result import read_checks  # noqa: E402
 from draftflow.drafter import checkpoint as native  # noqa: E402
+from draftflow.drafter.loss import Objective  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 from draftflow.drafter.shape import DrafterShape  # noqa: E402
 from draftflow.errors import DraftflowError  # noqa: E402
@@ -192,7 +193,7 @@ def test_training_starts_from_the_weights_that_the_check_compares_with(target_fo
     target = load_target(target_folder, "cpu", torch.float32)
     settings = {"row_length": 48, "rows_per_step": 2, "anchors_per_row": 4, "precision": "fp32"}
     plan = make_plan(asdict(shape), settings, "cpu", 1)
-    hyper = Hyperparameters(steps=1, gamma=2.0, seed=5)
+    hyper = Hyperparameters(steps=1, objective=Objective("decay", 2.0), seed=5)
     step = Step(plan, shape, target, lambda batch: torch.zeros(0), hyper, torch.device("cpu"))
     start = weights.initial_weights(shape, 5)
     assert all(torch.equal(value, start[name]) for name, value in step.drafter.state_dict().items())

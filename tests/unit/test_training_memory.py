@@ -26,7 +26,7 @@ def test_the_bound_is_the_sum_of_its_parts_and_grows_with_what_a_step_holds():
     bound = step_bound(PLAN, target_bytes=1000)
     assert bound.pop("total") == sum(bound.values())
     assert bound["target_weights"] == 1000
-    assert bound["drafter_weights"] == 18 * drafter_parameters(QWEN3_8B)
+    assert bound["drafter_weights"] == (4 + 4 + 4 + 2 + 2) * drafter_parameters(QWEN3_8B)
     longer = step_bound(Plan("cuda", "bfloat16", 1, 6144, 512, 16, 1760, QWEN3_8B), 1000)
     assert longer["features"] == 2 * bound["features"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftflow.stage import as_refusal, write_json
 
-KERNEL = re.compile(r"triton_\w+")
+KERNEL = re.compile(r"(triton|draftflow)_\w+")
 
 
 def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, target: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, targe
     from draftflow.compile_cache.location import as_fingerprinted, folder_in_use
     from draftflow.compile_cache.timing import phases
     from draftflow.drafter.attention import forbid_dense
-    from draftflow.drafter.loss import default_gamma
+    from draftflow.drafter.loss import Objective, default_gamma
     from draftflow.environment.fingerprint import require_same
     from draftflow.training.data import rows_of_one_token
     from draftflow.training.memory import step_bound
@@ -69,7 +69,8 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, targe
     # misses are what a cold device is for; surprises are the second step's
     guard = Guard("error", warm=False)
     shape, plan = plan_of_run(settings, target, kind, world_size)
-    hyper = Hyperparameters(steps=3, gamma=default_gamma(plan.block_size))
+    objective = Objective(plan.loss, default_gamma(plan.block_size))
+    hyper = Hyperparameters(steps=3, objective=objective, optimizer=plan.optimizer)
     rows = rows_of_one_token(plan, plan.rows)
     process = timed("load", lambda: make_process(shape, plan, hyper, (rows, rows), target, feature_cache_gb=0.0))
     step = process.step

@@ -14,7 +14,14 @@ from draftflow.errors import DraftflowError
 from draftflow.training.plan import Plan, plan_differences, plan_id
 
 # The code that is compiled, and the code that decides what it is called with.
-COMPILED = ("drafter/attention.py", "drafter/mask.py", "drafter/model.py", "training/step.py")
+COMPILED = (
+    "drafter/attention.py",
+    "drafter/mask.py",
+    "drafter/model.py",
+    "drafter/softmax_kernels.py",
+    "training/adamw_kernel.py",
+    "training/step.py",
+)
 
 
 # Of the flags of /proc/cpuinfo, those that a compiler may use: of x86-64 and of ARM

@@ -1,24 +1,53 @@
-"""The loss of DFlash: weighted cross-entropy of the block's proposals, through the target's frozen head.
+"""The loss of DFlash: what the block's proposals cost, through the target's frozen head.
 
-    L = sum_jk m_jk w_k CE(logits_jk, x_{a_j + k}) / sum_jk m_jk w_k ,   w_k = exp(-(k - 1) / gamma), k >= 1
+    L = sum_jk m_jk w_k l_jk / normalizer
 
-(arXiv 2602.06036, equation 4): position k of block j predicts the token at its own position, m says where.
+Position k >= 1 of block j predicts the token at its own position, m says where. Three kinds:
 
-Logits [M, V] are far larger than anything else in the step: 4,096 rows of a vocabulary of 152k take 2.5 GB in fp32. So
+    decay   l = CE, w_k = exp(-(k - 1) / gamma), over the sum of m w               (arXiv 2602.06036, equation 4)
+    dpace   l = CE, w_k = sum_{i >= k} prod_{h <= i} ((1 - alpha) q_h + alpha), q = exp(-CE) without gradient,
+            over the number of blocks: w is what a hit at k adds to the expected acceptance length, and dividing by
+            its sum would cancel that                                               (arXiv 2605.18810, equations 7, 8)
+    kl      l = KL(target's distribution at the position || drafter's), w and normalizer of decay
+
+Logits [M, V] are far larger than anything else in the step: 4,096 rows of a vocabulary of 152k take 1.2 GB in bf16. So
 they are made in chunks of rows, and since the head is frozen and the loss is the last thing in the graph, the
 gradient of the hidden states is made in the same pass, from the same softmax:
 
     d(w CE)/dh = w (softmax(h W^T) - onehot(label)) W
+    d(w KL)/dh = w (softmax(h W^T) - p) W
 
-Per chunk: one product to the logits, one softmax in place, one product back. Saved for backward: [M, H]. A separate
-forward and backward pass would compute the logits twice or keep them.
+Per chunk: one product to the logits, one look at them, one pass that puts their gradient in their place, one product
+back. Saved for backward: [M, H]. A separate forward and backward pass would compute the logits twice or keep them.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from draftflow.drafter.anchors import Anchors
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which loss, and its constants.
+
+    Attributes:
+        kind: `decay`, `dpace` or `kl`.
+        gamma: of the decay.
+        alpha: of dpace: 0 weighs by the drafter's own confidence alone, 1 gives every position the number of those
+            that follow.
+    """
+
+    kind: Literal["decay", "dpace", "kl"]
+    gamma: float
+    alpha: float = 0.5
 
 
 def default_gamma(block_size: int) -> float:
@@ -31,6 +60,19 @@ def loss_weights(block_size: int, gamma: float) -> Tensor:
     weights = torch.exp(-(torch.arange(block_size, dtype=torch.float32) - 1) / gamma)
     weights[0] = 0.0
     return weights
+
+
+@dataclass(frozen=True)
+class Dpace:
+    """Arguments of `dpace_weights` for all rows.
+
+    Attributes:
+        offsets: [M] integer, k of each row.
+    """
+
+    offsets: Tensor
+    alpha: float
+    block_size: int
 
 
 def block_targets(
@@ -64,57 +106,108 @@ def block_targets(
     return at(input_ids).long().masked_fill(~supervised, 0), supervised
 
 
-def linear_cross_entropy(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, weights: Tensor, chunk: int
+def dpace_weights(ce: Tensor, offsets: Tensor, alpha: float, block_size: int) -> Tensor:
+    """w_k of D-PACE (see above).
+
+    Args:
+        ce: [M] nats, of whole blocks.
+        offsets: [M] integer, k of each row: blocks one after the other, k = 1, 2, .. without a gap in each.
+        alpha: in (0, 1].
+        block_size: more than any k.
+
+    Returns:
+        [M] in the dtype of `ce`.
+    """
+    place = ((offsets == 1).cumsum(0) - 1, offsets - 1)
+    blocks = ce.new_zeros(len(ce), block_size - 1)  # as many as there can be: how many there are, no host knows
+    supervised = blocks.index_put(place, torch.ones_like(ce))
+    confidence = blocks.index_put(place, (1 - alpha) * torch.exp(-ce) + alpha)
+    accepted = confidence.cumprod(1) * supervised
+    return accepted.flip(1).cumsum(1).flip(1)[place]
+
+
+def even_chunks(rows: int, size: int) -> tuple[int, ...]:
+    """Boundaries of chunks of `size` rows, from 0 to `rows`."""
+    return (*range(0, rows, size), rows)
+
+
+def head_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    chunks: Sequence[int],
+    dpace: Dpace | None = None,
+    teacher: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of the cross-entropies of hidden states under a frozen head, with their gradient in one pass.
+    """Weighted sum of the losses of hidden states under a frozen head, with their gradient in one pass.
 
     Args:
         hidden: [M, H].
         head_weight: [V, H], dtype of `hidden`; gets no gradient.
         labels: [M] int64, in the vocabulary also where the weight is 0.
-        weights: [M] fp32.
-        chunk: rows whose logits exist at a time; chunk * V * 4 bytes of memory (6 in bf16).
+        weights: [M] fp32; with `dpace`, factors of its weights.
+        chunks: boundaries of the rows whose logits exist at a time, from 0 to M, as of `even_chunks`; with `dpace`
+            they do not cut a block. A chunk of n rows takes n * V numbers in the dtype of `hidden`, twice with
+            `teacher`.
+        dpace: weigh by the drafter's own confidence.
+        teacher: [M, H], hidden states from which the head reads the target's distribution at the place of each row:
+            the loss is the divergence from that, and not the cross-entropy.
 
     Returns:
-        loss_sum: scalar fp32, sum of weights * ce; differentiable once, in `hidden`.
+        loss_sum: scalar fp32, sum of weights * loss; differentiable once, in `hidden`.
         correct: [M] bool, no token is more probable than the label.
-        ce: [M] fp32, nats, not differentiable; softmax in fp32, so at most 87.3 (the smallest normal number).
+        losses: [M] fp32, nats, not differentiable.
     """
-    return _LinearCrossEntropy.apply(hidden, head_weight, labels, weights, chunk)
+    return _HeadLoss.apply(hidden, head_weight, labels, weights, tuple(chunks), dpace, teacher)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head_weight, labels, weights, chunk):  # type: ignore[override]
-        rows = hidden.shape[0]
-        chunk = max(1, min(chunk, rows))
+    def forward(ctx, hidden, head_weight, labels, weights, chunks, dpace, teacher):  # type: ignore[override]
+        softmax = _parts(hidden)
+        rows, most = hidden.shape[0], max((end - start for start, end in pairwise(chunks)), default=0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # one buffer for all chunks: memory that the allocator returns to the system comes back page by page
-        logits = hidden.new_empty(chunk, head_weight.shape[0])
-        probabilities = logits if hidden.dtype == wide else torch.empty_like(logits, dtype=wide)
-        ce, correct = hidden.new_empty(rows, dtype=wide), hidden.new_empty(rows, dtype=torch.bool)
+        buffer = hidden.new_empty(most, head_weight.shape[0])
+        teacher_buffer = None if teacher is None else torch.empty_like(buffer)
+        losses, correct = hidden.new_empty(rows, dtype=wide), hidden.new_empty(rows, dtype=torch.bool)
+        weights = weights.to(wide).clone() if dpace is not None else weights.to(wide)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, rows, chunk):
-            part = slice(start, min(start + chunk, rows))
-            label = labels[part, None]
-            p = probabilities[: label.shape[0]]
-            torch.mm(hidden[part], head_weight.T, out=logits[: label.shape[0]])
-            torch.softmax(logits[: label.shape[0]], dim=-1, dtype=wide, out=p)
-            of_label = p.gather(1, label)
-            ce[part] = -of_label.clamp(min=torch.finfo(wide).tiny).log().squeeze(1)
-            correct[part] = (of_label >= p.amax(dim=1, keepdim=True)).squeeze(1)
+        for start, end in pairwise(chunks):
+            part = slice(start, end)
+            logits = buffer[: end - start]
+            torch.mm(hidden[part], head_weight.T, out=logits)
+            lse, losses[part], correct[part] = softmax.statistics(logits, labels[part])
+            if dpace is not None:
+                weights[part] *= dpace_weights(losses[part], dpace.offsets[part], dpace.alpha, dpace.block_size)
+            if teacher is not None:
+                logits_of_teacher = teacher_buffer[: end - start]
+                torch.mm(teacher[part], head_weight.T, out=logits_of_teacher)
+                teacher_lse, _, _ = softmax.statistics(logits_of_teacher, labels[part])
+                losses[part] = softmax.divergence_(
+                    logits, logits_of_teacher, lse, teacher_lse, weights[part], gradient is not None
+                )
+            elif gradient is not None:
+                softmax.gradient_(logits, lse, labels[part], weights[part])
             if gradient is not None:
-                p.scatter_add_(1, label, torch.full_like(of_label, -1.0))
-                torch.mm(p.to(hidden.dtype), head_weight, out=gradient[part])
-                gradient[part] *= weights[part, None]
+                torch.mm(logits, head_weight, out=gradient[part])
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(correct, ce)
-        return (ce * weights).sum(), correct, ce
+        ctx.mark_non_differentiable(correct, losses)
+        return (losses * weights).sum(), correct, losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_loss: Tensor, *_: Tensor):  # type: ignore[override]
         (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
         # in fp32: 1 / sum(weights), rounded to bf16, would scale the whole gradient
-        return (gradient.to(grad_loss.dtype) * grad_loss).to(gradient.dtype), None, None, None, None
+        return (gradient.to(grad_loss.dtype) * grad_loss).to(gradient.dtype), *[None] * 6
+
+
+def _parts(hidden: Tensor) -> ModuleType:
+    """`statistics`, `gradient_` and `divergence_` for the device: kernels on GPUs, plain torch elsewhere."""
+    if hidden.is_cuda:
+        from draftflow.drafter import softmax_kernels as kernels
+    else:
+        from draftflow.drafter import softmax as kernels
+    return kernels

@@ -5,6 +5,7 @@ nothing waits for the device. What a step sees depends on the seed and the numbe
 of devices or on what happened before, so a run that resumes, on any number of devices, continues as if never stopped.
 """
 
+import bisect
 import hashlib
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -94,6 +95,7 @@ class Batch:
         labels: [M] int64, the token at that place.
         offsets: [M] int64, k: the place within the block, from 1.
         weights: [M] float32, w_k.
+        chunks: boundaries of the supervised rows that the loss takes at a time, from 0 to M; none cuts a block.
     """
 
     split: str
@@ -108,6 +110,7 @@ class Batch:
     labels: Tensor
     offsets: Tensor
     weights: Tensor
+    chunks: tuple[int, ...]
 
     def to(self, device: torch.device) -> "Batch":
         """This batch on `device`; copies to a GPU leave from pinned memory and are not waited for."""
@@ -197,7 +200,22 @@ class Batches:
             labels=labels.flatten()[supervised],
             offsets=offsets,
             weights=self.loss_weights[offsets],
+            chunks=chunks_of(offsets, plan.loss_chunk),
         )
+
+
+def chunks_of(offsets: Tensor, size: int) -> tuple[int, ...]:
+    """Boundaries, from 0, of the fewest chunks of at most `size` rows that cut no block.
+
+    Args:
+        offsets: [M] int64 on the host, k of each row, from 1 in each block.
+        size: at least the longest block.
+    """
+    ends = [*(offsets == 1).nonzero().flatten().tolist()[1:], len(offsets)]
+    bounds = [0]
+    while bounds[-1] < len(offsets):
+        bounds.append(ends[bisect.bisect_right(ends, bounds[-1] + size) - 1])
+    return tuple(bounds)
 
 
 def row_at(place: int, rows: int, seed: int) -> int:

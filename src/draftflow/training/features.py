@@ -1,4 +1,7 @@
-"""Where a step's context features come from. A source is called with a batch and yields [B, S, taps * H]."""
+"""Where a step's context features come from. A source is called with a batch and yields [B, S, taps * H].
+
+With the loss `kl`, the output of the target's last layer, [B, S, H], lies behind those that are tapped.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -42,7 +45,7 @@ class Colocated:
         self.hits = self.misses = 0
         self._group = max(1, min(plan.rows, TOKENS_AT_ONCE[device.type] // plan.row_length))
         self._dtype = getattr(torch, plan.precision)
-        self._row = (plan.row_length, len(plan.drafter["target_layer_ids"]) * plan.drafter["hidden_size"])
+        self._row = (plan.row_length, len(plan.feature_layers) * plan.drafter["hidden_size"])
         capacity = min(sum(rows.values()), int(limit_gb * 1e9) // (self._row[0] * self._row[1] * self._dtype.itemsize))
         # One allocation: pinning memory is slow, and pages of ordinary memory are not taken before they are written.
         self._kept = torch.empty(capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")

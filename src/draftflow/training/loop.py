@@ -83,7 +83,7 @@ class Loop:
     def resume(self, found: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint, as if never stopped."""
         trainer = found.trainer()
-        self.process.step.drafter.load_state_dict(found.weights())
+        self.process.step.optimizer.load_weights(found.weights())
         optimizer = {name: tensor for name, tensor in trainer.items() if not name.startswith("rng.")}
         pending = optimizer.pop("pending")
         self.process.step.optimizer.load(optimizer)
@@ -152,7 +152,7 @@ class Loop:
         guards = self._guards()
         if self.metrics is not None:  # rank 0
             optimizer = self.process.step.optimizer
-            width = optimizer.statistics.numel() + 1
+            width = self.process.step.statistics + 1
             trainer = {
                 **optimizer.state(),
                 "pending": torch.stack(self.history) if self.history else torch.zeros(0, width),
@@ -163,7 +163,7 @@ class Loop:
             path = checkpoint.write(
                 self.checkpoints,
                 self.step,
-                self.process.step.drafter.state_dict(),
+                optimizer.weights(),
                 trainer,
                 self.metrics.text(),
                 {**self.facts, "run": self.summary(guards)},

@@ -34,7 +34,7 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
     context = plan.rows * plan.row_length
     blocks = plan.rows * plan.anchors * plan.block_size
     weights = drafter_parameters(shape)
-    taps = len(shape["target_layer_ids"])
+    taps = len(plan.feature_layers)
     # of one layer, kept for the backward: norms and residuals, q and the output of attention, k and v with their
     # rotated forms, the three of the MLP
     layer = width * (
@@ -42,14 +42,17 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
     )
     parts = {
         "target_weights": target_bytes,
-        # fp32 weights, gradients and AdamW's two moments; and the weights in the precision of the products
-        "drafter_weights": weights * (16 + (width if width < 4 else 0)),
+        # fp32 weights and two moments; gradients, and the weights themselves, in the precision of the products
+        "drafter_weights": weights * (12 + width + (width if width < 4 else 0)),
+        # Muon has its gradients in fp32, and moves one matrix at a time in bf16
+        "optimizer": weights * 4 + 6 * hidden * 2 * middle if plan.optimizer == "muon" else 0,
         "features": 2 * context * taps * hidden * width,  # and their gradient, or the next batch
         "activations": shape["layers"] * layer + 4 * context * hidden * width,
         # gradients of one layer's tensors while it is gone through backward
         "backward": 2 * layer,
-        # logits of a chunk in fp32 and in the precision of the products, their gradient; hidden states and theirs
-        "loss": min(plan.loss_chunk, blocks) * shape["vocab_size"] * (8 + width) + 3 * blocks * hidden * (width + 4),
+        # logits of a chunk, and the target's for its distribution; hidden states, their gradient and the target's
+        "loss": min(plan.loss_chunk, blocks) * shape["vocab_size"] * width * (2 if plan.loss == "kl" else 1)
+        + 4 * blocks * hidden * (width + 4),
         # one layer of the target at a time, and its packed mask
         "target_forward": context * (8 * hidden + 4 * queries + 4 * middle) * width
         + plan.rows * plan.row_length**2 * (1 + width),

@@ -1,10 +1,16 @@
-"""AdamW on fp32 master weights: groups, learning rate, and one flat gradient that is reduced and clipped at once."""
+"""AdamW or Muon on fp32 master weights: learning rate, clipping, and the copy of the weights that backward works on."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from draftflow.drafter.loss import Objective
+
+EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
@@ -13,18 +19,20 @@ class Hyperparameters:
 
     Attributes:
         steps: optimizer steps of the whole run.
-        gamma: decay of the loss weights exp(-(k - 1) / gamma).
+        objective: what is minimized.
+        optimizer: of the matrices, `adamw` or `muon`; norms get AdamW.
         seed: of initial weights, order of rows and anchors.
     """
 
     steps: int
-    gamma: float
+    objective: Objective
     learning_rate: float = 6e-4
     warmup: float = 0.04
     min_learning_rate: float = 0.1
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
     seed: int = 0
 
     def learning_rate_at(self, step: int) -> float:
@@ -38,68 +46,163 @@ class Hyperparameters:
 
 
 class Optimizer:
-    """Fused AdamW whose gradients lie in one buffer, with room for the statistics of the step behind them.
+    """Keeps the weights of a module in fp32, and in the module a copy of them in the precision of the products.
 
-    The gradients of all ranks are sums, not means; so are the statistics. One all-reduce adds both up, and the division
-    by the global sum of weights comes after. No number leaves the device.
+    Gradients come as sums over the supervised positions of all ranks, in the precision of the products; what they are
+    divided by comes from the device, and no number leaves it.
 
     Args:
-        module: parameters in fp32, on their device. Matrices decay, norms do not.
+        module: parameters in fp32, on their device; they are replaced by copies in `dtype`. Matrices decay, norms do
+            not.
         hyper: learning rate and the like.
-        statistics: numbers to be summed over the ranks with the gradients; number 1 is the sum of weights.
+        dtype: fp32 or bf16.
 
     Attributes:
-        reduced: the buffer that is summed over ranks between backward and `step`.
-        statistics: its tail, [statistics] fp32.
+        names, parameters: of the module.
+        masters: the weights in fp32, in the same order; in fp32 they are those of the module.
     """
 
-    def __init__(self, module: nn.Module, hyper: Hyperparameters, statistics: int):
+    def __init__(self, module: nn.Module, hyper: Hyperparameters, dtype: torch.dtype):
         self.hyper = hyper
         self.names, parameters = zip(*module.named_parameters(), strict=True)
         self.parameters: tuple[nn.Parameter, ...] = parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        self.reduced = torch.zeros(sum(sizes) + statistics, device=parameters[0].device)
-        self._gradient, self.statistics = self.reduced.split([sum(sizes), statistics])
-        for parameter, gradient in zip(parameters, self._gradient.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)
-        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-        vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": hyper.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(groups, lr=hyper.learning_rate, betas=hyper.betas, fused=True)
+        self.masters = [parameter.detach() for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(dtype)
+        matrices = [index for index, parameter in enumerate(parameters) if parameter.dim() >= 2]
+        vectors = [index for index, parameter in enumerate(parameters) if parameter.dim() < 2]
+        decays = [hyper.weight_decay if parameter.dim() >= 2 else 0.0 for parameter in parameters]
+        self._updates: list[tuple[list[int], AdamW | Muon]] = []
+        groups = [matrices, vectors] if hyper.optimizer == "muon" else [matrices + vectors]
+        for group, kind in zip(groups, [Muon, AdamW] if hyper.optimizer == "muon" else [AdamW], strict=True):
+            pick = [[values[index] for index in group] for values in (parameters, self.masters, decays)]
+            if group:
+                self._updates.append((group, kind(*pick, hyper)))
 
     @torch.no_grad()
-    def step(self, step: int) -> Tensor:
-        """Clip the mean gradient by its global norm, update the weights, clear the buffer.
+    def step(self, step: int, normalizer: Tensor) -> Tensor:
+        """Divide the gradients, clip them by their global norm, update the weights and their copy, drop the gradients.
 
         Args:
             step: number of the step from 0; decides the learning rate.
+            normalizer: scalar fp32 on the device, what the sums of the gradients are divided by.
 
         Returns:
-            Norm of the mean gradient before clipping, a scalar on the device.
+            Norm of the divided gradient before clipping, a scalar fp32 on the device.
         """
-        weight = self.statistics[1].clamp(min=torch.finfo(torch.float32).tiny)
-        norm = self._gradient.norm() / weight
-        self._gradient *= (self.hyper.clip_norm / (norm + 1e-6)).clamp(max=1.0) / weight
-        for group in self._adamw.param_groups:
-            group["lr"] = self.hyper.learning_rate_at(step)
-        self._adamw.step()
-        self.reduced.zero_()
+        gradients = [parameter.grad for parameter in self.parameters]
+        divisor = normalizer.clamp(min=torch.finfo(torch.float32).tiny)
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)
+        norm = torch.stack(norms).norm() / divisor
+        scale = (self.hyper.clip_norm / (norm + 1e-6)).clamp(max=1.0) / divisor
+        for group, update in self._updates:
+            update.step([gradients[index] for index in group], scale, self.hyper.learning_rate_at(step))
+        for parameter in self.parameters:
+            parameter.grad = None
         return norm
 
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 weights by name."""
+        return dict(zip(self.names, self.masters, strict=True))
+
+    @torch.no_grad()
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `weights` gave."""
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            master.copy_(tensors[name])
+            parameter.copy_(master)
+
     def state(self) -> dict[str, Tensor]:
-        """Moments of every parameter by its name, and the number of updates; empty before the first step."""
-        tensors = {}
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self._adamw.state[parameter].items():
-                tensors[f"{name}.{key}"] = value
+        """Moments by `<name of the parameter>.<kind>`, and the number of updates, `updates`."""
+        tensors = {"updates": torch.tensor(self._updates[0][1].updates)}
+        for group, update in self._updates:
+            for kind, values in update.moments.items():
+                tensors |= {f"{self.names[index]}.{kind}": value for index, value in zip(group, values, strict=True)}
         return tensors
 
+    @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over what `state` gave."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            prefix = f"{name}."
-            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            self._adamw.state[parameter] = {key: value.to(parameter.device).clone() for key, value in state.items()}
+        for group, update in self._updates:
+            update.updates = int(tensors["updates"])
+            for kind, values in update.moments.items():
+                for index, value in zip(group, values, strict=True):
+                    value.copy_(tensors[f"{self.names[index]}.{kind}"])
+
+
+class AdamW:
+    """AdamW (arXiv 1711.05101) of some tensors: one kernel on GPUs, plain torch elsewhere.
+
+    Args:
+        copies: of the weights, in the precision of the products; in fp32, the weights.
+        weights: fp32.
+        decays: weight decay of each.
+        hyper: its betas.
+
+    Attributes:
+        moments: first (`exp_avg`) and second (`exp_avg_sq`) moments of each tensor, fp32.
+        updates: that were made.
+    """
+
+    def __init__(
+        self, copies: Sequence[Tensor], weights: Sequence[Tensor], decays: Sequence[float], hyper: Hyperparameters
+    ):
+        self.copies, self.weights, self.decays, self.betas = copies, weights, decays, hyper.betas
+        self.moments = {name: [torch.zeros_like(weight) for weight in weights] for name in ("exp_avg", "exp_avg_sq")}
+        self.updates = 0
+        self._kernel = None
+        if weights[0].is_cuda:
+            from draftflow.training.adamw_kernel import Kernel
+
+            self._kernel = Kernel(copies, weights, *self.moments.values(), decays)
+
+    def step(self, gradients: Sequence[Tensor], scale: Tensor, rate: float) -> None:
+        """Update by gradients in the dtype of the copies, times the scalar `scale`, at the learning rate `rate`."""
+        self.updates += 1
+        if self._kernel is not None:
+            self._kernel(gradients, scale, rate, self.betas, EPSILON, self.updates)
+            return
+        first, second = self.betas
+        roots = math.sqrt(1 - second**self.updates)
+        tensors = zip(self.copies, self.weights, gradients, self.decays, *self.moments.values(), strict=True)
+        for copy, weight, gradient, decay, moment, square in tensors:
+            scaled = gradient.float() * scale
+            moment.lerp_(scaled, 1 - first)
+            square.mul_(second).addcmul_(scaled, scaled, value=1 - second)
+            weight.mul_(1 - rate * decay)
+            weight.addcdiv_(moment, square.sqrt().div_(roots).add_(EPSILON), value=-rate / (1 - first**self.updates))
+            copy.copy_(weight)
+
+
+class Muon:
+    """Muon of some matrices, torch's, with updates of the size of AdamW's, so that one learning rate serves both.
+
+    Args: as of `AdamW`; the betas are not used.
+
+    Attributes:
+        moments: `momentum_buffer` of each matrix, fp32.
+        updates: that were made.
+    """
+
+    def __init__(
+        self, copies: Sequence[Tensor], weights: Sequence[Tensor], decays: Sequence[float], hyper: Hyperparameters
+    ):
+        self.copies, self.weights = copies, weights
+        self.moments = {"momentum_buffer": [torch.zeros_like(weight) for weight in weights]}
+        self.updates = 0
+        groups: list[dict[str, Any]] = [{"params": [w], "weight_decay": d} for w, d in zip(weights, decays, strict=True)]
+        self._muon = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
+        for weight, moment in zip(weights, self.moments["momentum_buffer"], strict=True):
+            self._muon.state[weight]["momentum_buffer"] = moment
+
+    def step(self, gradients: Sequence[Tensor], scale: Tensor, rate: float) -> None:
+        """As of `AdamW`."""
+        self.updates += 1
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient.float() * scale
+        for group in self._muon.param_groups:
+            group["lr"] = rate
+        self._muon.step()
+        for copy, weight in zip(self.copies, self.weights, strict=True):
+            weight.grad = None
+            copy.copy_(weight)

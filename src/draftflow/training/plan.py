@@ -13,9 +13,10 @@ from draftflow.errors import DraftflowError
 # flex_attention's tiles; its kernels refuse other sizes
 CUDA_TILE = 128
 
-# Bytes of the logits of one chunk of the loss: enough rows to keep the matrix product busy, on a CPU little enough for
-# its memory.
-CHUNK_BYTES = {"cpu": 96 * 2**20, "cuda": 2**30}
+# Bytes of the logits of one chunk of the loss, and what its rows are a multiple of: enough to keep the matrix product
+# busy, on a CPU little enough for its memory.
+CHUNK_BYTES = {"cpu": 96 * 2**20, "cuda": 640 * 2**20}
+CHUNK_ROWS = {"cpu": 32, "cuda": 256}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Plan:
         block_size: tokens of a draft block (Bk), its anchor included.
         loss_chunk: rows of the draft blocks whose logits are held at a time.
         drafter: the fields of the drafter's shape.
+        loss, optimizer: as in the configuration; they have kernels of their own.
     """
 
     device_kind: Literal["cpu", "cuda"]
@@ -41,6 +43,14 @@ class Plan:
     block_size: int
     loss_chunk: int
     drafter: dict[str, Any]
+    loss: Literal["decay", "dpace", "kl"] = "decay"
+    optimizer: Literal["adamw", "muon"] = "adamw"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target layers whose output a step needs: the tapped ones, and for `kl` the last, which the head reads."""
+        last = (self.drafter["num_target_layers"] - 1,) if self.loss == "kl" else ()
+        return (*self.drafter["target_layer_ids"], *last)
 
 
 def check_rows(settings: Mapping[str, Any], device_kind: str, world_size: int) -> None:
@@ -71,7 +81,8 @@ def make_plan(
 
     Args:
         shape: the fields of a `DrafterShape`.
-        settings: with the keys `row_length`, `rows_per_step`, `anchors_per_row` and `precision` of the configuration.
+        settings: with the keys `row_length`, `rows_per_step`, `anchors_per_row` and `precision` of the configuration,
+            and `loss` and `optimizer` where they are not the default.
         device_kind: `cpu` or `cuda`.
         world_size: number of devices.
 
@@ -80,7 +91,8 @@ def make_plan(
     """
     check_rows(settings, device_kind, world_size)
     bf16 = settings["precision"] == "bf16" or (settings["precision"] == "auto" and device_kind == "cuda")
-    rows_of_logits = CHUNK_BYTES[device_kind] // (4 * shape["vocab_size"])
+    rows_of_logits = CHUNK_BYTES[device_kind] // ((2 if bf16 else 4) * shape["vocab_size"])
+    multiple = CHUNK_ROWS[device_kind]
     return Plan(
         device_kind=device_kind,
         precision="bfloat16" if bf16 else "float32",
@@ -88,8 +100,10 @@ def make_plan(
         row_length=settings["row_length"],
         anchors=settings["anchors_per_row"],
         block_size=shape["block_size"],
-        loss_chunk=max(32, rows_of_logits // 32 * 32),
+        loss_chunk=max(multiple, shape["block_size"], rows_of_logits // multiple * multiple),
         drafter=json.loads(json.dumps(shape)),
+        loss=settings.get("loss", "decay"),
+        optimizer=settings.get("optimizer", "adamw"),
     )
 
 

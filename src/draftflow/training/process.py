@@ -58,10 +58,10 @@ def make_process(
     torch.manual_seed(hyper.seed)
     train, held_out = rows
     loaded = load_target(target, device, getattr(torch, plan.precision))
-    extractor = FeatureExtractor(loaded, shape.target_layer_ids)
+    extractor = FeatureExtractor(loaded, plan.feature_layers)
     counts = {TRAIN: len(train), HELD_OUT: len(held_out)}
     source = Colocated(extractor, plan, counts, feature_cache_gb, device)
-    batches = Batches(plan, train, held_out, hyper.gamma, hyper.seed, rank, world_size)
+    batches = Batches(plan, train, held_out, hyper.objective.gamma, hyper.seed, rank, world_size)
     step = Step(plan, shape, loaded, source, hyper, device)
     compiler.join()
     return Process(device, batches, source, step)

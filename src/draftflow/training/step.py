@@ -1,7 +1,8 @@
 """The step: what one device does with one batch. Warm-up and training run this very object.
 
     features of the target (no gradient) -> mask -> fc, compiled layers, norm -> supervised rows only
-    -> frozen head and cross-entropy, gradient made in the same pass -> backward -> one all-reduce -> clip -> AdamW
+    -> frozen head and loss, gradient made in the same pass -> backward, each gradient summed over the ranks when it is
+    there -> clip -> AdamW or Muon
 
 Everything that is compiled has the static shapes of the plan. The number of supervised rows changes from batch to
 batch; what works on them (the loss) is not compiled. Nothing here waits for the device.
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftflow.drafter.loss import linear_cross_entropy
+from draftflow.drafter.loss import Dpace, head_loss
 from draftflow.drafter.mask import allowed, block_mask
 from draftflow.drafter.model import Drafter
 from draftflow.drafter.shape import DrafterShape
@@ -23,7 +24,7 @@ from draftflow.training.data import Batch
 from draftflow.training.optimizer import Hyperparameters, Optimizer
 from draftflow.training.plan import Plan
 
-# Statistics of a step: [sum of weighted losses, sum of weights, correct at k = 1.., supervised at k = 1..]
+# Statistics of a step: [sum of weighted losses, what it is divided by, correct at k = 1.., supervised at k = 1..]
 SUMS = 2
 
 
@@ -39,8 +40,10 @@ class Step:
         device: where all of this lives.
 
     Attributes:
-        drafter: fp32 weights.
+        drafter: in the precision of the plan; `optimizer` has its weights in fp32.
+        statistics: numbers in what `train` and `evaluate` give.
         mark: called with the name of each part when it has been done (or, on a GPU, queued).
+        group: the ranks that train; None is all of them.
     """
 
     def __init__(
@@ -53,10 +56,16 @@ class Step:
         device: torch.device,
     ):
         self.plan, self.target, self.source, self.device = plan, target, source, device
+        self.objective = hyper.objective
         self.drafter = Drafter(shape, torch.Generator().manual_seed(hyper.seed)).to(device)
         self.drafter.compile_layers()
-        self.optimizer = Optimizer(self.drafter, hyper, SUMS + 2 * (plan.block_size - 1))
+        self.optimizer = Optimizer(self.drafter, hyper, getattr(torch, plan.precision))
+        self.statistics = SUMS + 2 * (plan.block_size - 1)
         self.mark: Callable[[str], None] = lambda part: None
+        self.group: dist.ProcessGroup | None = None
+        self._reducing: list[dist.Work] = []
+        for parameter in self.drafter.parameters():
+            parameter.register_post_accumulate_grad_hook(self._reduce)
 
     def train(self, batch: Batch, step: int) -> Tensor:
         """One optimizer step.
@@ -73,30 +82,27 @@ class Step:
         self.mark("features")
         hidden = self._supervised_hidden(batch, features)
         self.mark("forward")
-        loss, correct, _ = linear_cross_entropy(
-            hidden, self.target.head_weight, batch.labels, batch.weights, self.plan.loss_chunk
-        )
+        loss, correct = self._loss(batch, hidden, features)
         self.mark("loss")
         loss.backward()
-        self.optimizer.statistics += self._statistics(batch, loss.detach(), correct)
+        statistics = self._statistics(batch, loss.detach(), correct)
         self.mark("backward")
-        self._sum_over_ranks(self.optimizer.reduced)
+        self._sum_over_ranks(statistics)
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
         self.mark("all_reduce")
-        statistics = self.optimizer.statistics.clone()
-        norm = self.optimizer.step(step)
+        norm = self.optimizer.step(step, statistics[1])
         self.mark("optimizer")
         return torch.cat([statistics, norm[None]])
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """Statistics [2 + 2 * (Bk - 1)] of batches (on the host), on the device, summed over all ranks."""
-        total = torch.zeros_like(self.optimizer.statistics)
+        total = torch.zeros(self.statistics, device=self.device)
         for batch in (batch.to(self.device) for batch in batches):
-            hidden = self._supervised_hidden(batch, self.source(batch))
-            loss, correct, _ = linear_cross_entropy(
-                hidden, self.target.head_weight, batch.labels, batch.weights, self.plan.loss_chunk
-            )
-            total += self._statistics(batch, loss, correct)
+            features = self.source(batch)
+            total += self._statistics(batch, *self._loss(batch, self._supervised_hidden(batch, features), features))
         self._sum_over_ranks(total)
         self.mark("evaluation")
         return total
@@ -106,17 +112,46 @@ class Step:
         make_mask = block_mask if self.device.type == "cuda" else allowed
         mask = make_mask(batch.anchors, batch.document_ids, self.plan.block_size)
         embeddings = F.embedding(batch.block_tokens, self.target.embed_weight)
-        hidden = self.drafter(features, embeddings, batch.position_ids, batch.block_positions, mask)
+        taps = self.drafter.fc.weight.shape[1]
+        hidden = self.drafter(features[..., :taps], embeddings, batch.position_ids, batch.block_positions, mask)
         return hidden.flatten(0, 1).index_select(0, batch.supervised)
+
+    def _loss(self, batch: Batch, hidden: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the weighted losses, and [M] bool, where the drafter's first choice is right."""
+        weights, dpace, teacher = batch.weights, None, None
+        if self.objective.kind == "dpace":
+            dpace = Dpace(batch.offsets, self.objective.alpha, self.plan.block_size)
+            weights = torch.ones_like(weights)
+        elif self.objective.kind == "kl":
+            teacher = self._teacher(batch, features)
+        arguments = (hidden, self.target.head_weight, batch.labels, weights, batch.chunks, dpace, teacher)
+        loss, correct, _ = head_loss(*arguments)
+        return loss, correct
+
+    def _teacher(self, batch: Batch, features: Tensor) -> Tensor:
+        """[M, H], what the target's head reads at the token before each supervised position; behind the tapped ones."""
+        block = batch.supervised // self.plan.block_size
+        before = batch.anchors.positions.flatten()[block] + batch.offsets - 1
+        last = features[..., self.drafter.fc.weight.shape[1] :].flatten(0, 1)
+        return last.index_select(0, block // self.plan.anchors * self.plan.row_length + before)
 
     def _statistics(self, batch: Batch, loss: Tensor, correct: Tensor) -> Tensor:
         counts = loss.new_zeros(2, self.plan.block_size)
         counts.index_add_(1, batch.offsets, torch.stack([correct, torch.ones_like(correct)]).to(counts.dtype))
-        return torch.cat([torch.stack([loss, batch.weights.sum()]), counts[:, 1:].flatten()])
+        # a block with a supervised position has one at k = 1
+        normalizer = counts[1, 1] if self.objective.kind == "dpace" else batch.weights.sum()
+        return torch.cat([torch.stack([loss, normalizer]), counts[:, 1:].flatten()])
+
+    def _reduce(self, parameter: Tensor) -> None:
+        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before."""
+        if dist.is_initialized():
+            work = dist.all_reduce(parameter.grad, group=self.group, async_op=True)
+            assert work is not None
+            self._reducing.append(work)
 
     def _sum_over_ranks(self, values: Tensor) -> None:
         if dist.is_initialized():
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
 
 
 def read_statistics(statistics: Tensor) -> tuple[float, list[float]]:
@@ -126,7 +161,7 @@ def read_statistics(statistics: Tensor) -> tuple[float, list[float]]:
         statistics: [2 + 2 * (Bk - 1)], from `train` (without the norm) or `evaluate`, or sums of several.
 
     Returns:
-        Weighted mean of the cross-entropy in nats; share of correct tokens at k = 1 .. Bk - 1, 0 where none was
+        Mean loss in nats, by the objective's weights; share of correct tokens at k = 1 .. Bk - 1, 0 where none was
         supervised.
     """
     values = statistics.double().tolist()

@@ -143,14 +143,19 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
 
 def hyperparameters(settings: dict[str, Any]) -> Any:
     """The hyperparameters that the settings of the training stage give."""
-    from draftflow.drafter.loss import default_gamma
+    from draftflow.drafter.loss import Objective, default_gamma
     from draftflow.training.optimizer import Hyperparameters
 
     training = settings["training"]
     decay = training["loss_decay"]
     return Hyperparameters(
         steps=training["steps"],
-        gamma=default_gamma(settings["drafter"]["block_size"]) if decay == "auto" else decay,
+        objective=Objective(
+            training["loss"],
+            default_gamma(settings["drafter"]["block_size"]) if decay == "auto" else decay,
+            training["dpace_alpha"],
+        ),
+        optimizer=training["optimizer"],
         learning_rate=training["learning_rate"],
         warmup=training["warmup"],
         min_learning_rate=training["min_learning_rate"],
