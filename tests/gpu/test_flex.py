@@ -220,7 +220,13 @@ def test_mask_targets_and_loss_do_not_wait_for_the_gpu(dtype: torch.dtype) -> No
     exact = hidden.double().requires_grad_()
     expected_loss = (weights * F.cross_entropy(exact @ head.double().T, labels, reduction="none")).sum()
     expected_loss.backward()
-    arguments = (hidden.cuda().requires_grad_(), head.cuda(), labels.cuda(), weights.cuda(), even_chunks(len(labels), 100))
+    arguments = (
+        hidden.cuda().requires_grad_(),
+        head.cuda(),
+        labels.cuda(),
+        weights.cuda(),
+        even_chunks(len(labels), 100),
+    )
     loss, _, _ = without_sync(lambda: head_loss(*arguments))
     without_sync(loss.backward)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # bf16 keeps 8 bits of a logit

@@ -105,7 +105,9 @@ def test_a_saved_state_goes_on_as_if_never_stopped(kind, dtype):
     resumed.load_weights(weights)
     resumed.load(state)
     run(resumed, 8, first=5)
-    for one, other in zip((*straight.masters, *straight.parameters), (*resumed.masters, *resumed.parameters), strict=True):
+    for one, other in zip(
+        (*straight.masters, *straight.parameters), (*resumed.masters, *resumed.parameters), strict=True
+    ):
         assert torch.equal(one, other)
     assert straight.state().keys() == resumed.state().keys()
 

@@ -60,28 +60,24 @@ def make_case(folder: Path) -> dict[str, Path]:
 
 def make_settings(devices: Devices = CPU, **training: Any) -> dict[str, Any]:
     """Settings of the training stage; those of warm-up are among them."""
+    shared = {"rows_per_step": 4, "anchors_per_row": 8, "precision": "auto", "loss": "decay", "optimizer": "adamw"}
+    shared |= {name: value for name, value in training.items() if name in shared}
     return {
         "drafter": {"layers": 2, "block_size": 4, "taps": 3, "target_layers": None, "mask_token": "auto"},
         "row_length": ROW,
-        "rows_per_step": 4,
-        "anchors_per_row": 8,
-        "precision": "auto",
+        **shared,
         "devices": {"kind": devices.kind, "ids": list(devices.ids), "slug": devices.slug},
         "training": {
             "steps": 12,
-            "rows_per_step": 4,
-            "anchors_per_row": 8,
+            **shared,
             "learning_rate": 3e-3,
             "warmup": 0.1,
             "min_learning_rate": 0.1,
             "weight_decay": 0.01,
             "betas": [0.9, 0.95],
             "clip_norm": 1.0,
-            "loss": "decay",
             "dpace_alpha": 0.5,
-            "optimizer": "adamw",
             "loss_decay": "auto",
-            "precision": "auto",
             "evaluate_every": 6,
             "checkpoint_every": 5,
             "feature_cache_gb": 0.5,

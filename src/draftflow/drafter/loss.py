@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from draftflow.drafter import softmax
 from draftflow.drafter.anchors import Anchors
 
 
@@ -165,12 +166,12 @@ def head_loss(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head_weight, labels, weights, chunks, dpace, teacher):  # type: ignore[override]
-        softmax = _parts(hidden)
+        parts = _parts(hidden)
         rows, most = hidden.shape[0], max((end - start for start, end in pairwise(chunks)), default=0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # one buffer for all chunks: memory that the allocator returns to the system comes back page by page
         buffer = hidden.new_empty(most, head_weight.shape[0])
-        teacher_buffer = None if teacher is None else torch.empty_like(buffer)
+        teacher_buffer = torch.empty_like(buffer) if teacher is not None else buffer
         losses, correct = hidden.new_empty(rows, dtype=wide), hidden.new_empty(rows, dtype=torch.bool)
         weights = weights.to(wide).clone() if dpace is not None else weights.to(wide)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -178,18 +179,18 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, end)
             logits = buffer[: end - start]
             torch.mm(hidden[part], head_weight.T, out=logits)
-            lse, losses[part], correct[part] = softmax.statistics(logits, labels[part])
+            lse, losses[part], correct[part] = parts.statistics(logits, labels[part])
             if dpace is not None:
                 weights[part] *= dpace_weights(losses[part], dpace.offsets[part], dpace.alpha, dpace.block_size)
             if teacher is not None:
                 logits_of_teacher = teacher_buffer[: end - start]
                 torch.mm(teacher[part], head_weight.T, out=logits_of_teacher)
-                teacher_lse, _, _ = softmax.statistics(logits_of_teacher, labels[part])
-                losses[part] = softmax.divergence_(
+                teacher_lse, _, _ = parts.statistics(logits_of_teacher, labels[part])
+                losses[part] = parts.divergence_(
                     logits, logits_of_teacher, lse, teacher_lse, weights[part], gradient is not None
                 )
             elif gradient is not None:
-                softmax.gradient_(logits, lse, labels[part], weights[part])
+                parts.gradient_(logits, lse, labels[part], weights[part])
             if gradient is not None:
                 torch.mm(logits, head_weight, out=gradient[part])
         ctx.save_for_backward(gradient)
@@ -207,7 +208,7 @@ class _HeadLoss(torch.autograd.Function):
 def _parts(hidden: Tensor) -> ModuleType:
     """`statistics`, `gradient_` and `divergence_` for the device: kernels on GPUs, plain torch elsewhere."""
     if hidden.is_cuda:
-        from draftflow.drafter import softmax_kernels as kernels
-    else:
-        from draftflow.drafter import softmax as kernels
-    return kernels
+        from draftflow.drafter import softmax_kernels  # needs Triton
+
+        return softmax_kernels
+    return softmax

@@ -26,12 +26,12 @@ LOWEST = tl.constexpr(-3.0e38)  # stands for minus infinity, whose difference to
 
 
 @triton.jit(do_not_specialize=PER_ROW)
-def draftflow_softmax_statistics(logits, labels, lse, ce, correct, vocabulary: tl.constexpr, BLOCK: tl.constexpr):
+def draftflow_softmax_statistics(logits, labels, lse, ce, correct, vocabulary: tl.constexpr, size: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     largest, total = LOWEST, 0.0
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, size):
+        column = start + tl.arange(0, size)
         x = tl.load(logits + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, axis=0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), axis=0)
@@ -44,10 +44,10 @@ def draftflow_softmax_statistics(logits, labels, lse, ce, correct, vocabulary: t
 
 
 @triton.jit(do_not_specialize=PER_ROW)
-def draftflow_softmax_gradient(logits, labels, lse, weights, vocabulary: tl.constexpr, BLOCK: tl.constexpr):
-    tiles: tl.constexpr = (vocabulary + BLOCK - 1) // BLOCK
+def draftflow_softmax_gradient(logits, labels, lse, weights, vocabulary: tl.constexpr, size: tl.constexpr):
+    tiles: tl.constexpr = (vocabulary + size - 1) // size
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    column = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) % tiles * size + tl.arange(0, size)
     inside = column < vocabulary
     logits += row * vocabulary
     x = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
@@ -58,21 +58,21 @@ def draftflow_softmax_gradient(logits, labels, lse, weights, vocabulary: tl.cons
 
 @triton.jit(do_not_specialize=PER_ROW)
 def draftflow_softmax_divergence(
-    logits, teacher, lse, teacher_lse, weights, kl, vocabulary: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr
+    logits, teacher, lse, teacher_lse, weights, kl, vocabulary: tl.constexpr, write: tl.constexpr, size: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     teacher += row * vocabulary
     log_sum, teacher_log_sum, weight = tl.load(lse + row), tl.load(teacher_lse + row), tl.load(weights + row)
     total = 0.0
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, size):
+        column = start + tl.arange(0, size)
         inside = column < vocabulary
         log_q = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32) - log_sum
         log_p = tl.load(teacher + column, mask=inside, other=0.0).to(tl.float32) - teacher_log_sum
         p = tl.exp(log_p)
         total += tl.sum(tl.where(inside, p * (log_p - log_q), 0.0), axis=0)
-        if WRITE:
+        if write:
             gradient = weight * (tl.exp(log_q) - p)
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
     tl.store(kl + row, total)
@@ -84,7 +84,7 @@ def statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lse = torch.empty(rows, device=logits.device)
     ce, correct = torch.empty_like(lse), torch.empty(rows, dtype=torch.bool, device=logits.device)
     grid = (rows,)
-    draftflow_softmax_statistics[grid](logits, labels, lse, ce, correct, vocabulary, BLOCK=BLOCK, num_warps=8)
+    draftflow_softmax_statistics[grid](logits, labels, lse, ce, correct, vocabulary, size=BLOCK, num_warps=8)
     return lse, ce, correct
 
 
@@ -92,7 +92,7 @@ def gradient_(logits: Tensor, lse: Tensor, labels: Tensor, weights: Tensor) -> N
     """As `loss.gradient_`."""
     rows, vocabulary = logits.shape
     grid = (rows * triton.cdiv(vocabulary, BLOCK),)
-    draftflow_softmax_gradient[grid](logits, labels, lse, weights, vocabulary, BLOCK=BLOCK, num_warps=8)
+    draftflow_softmax_gradient[grid](logits, labels, lse, weights, vocabulary, size=BLOCK, num_warps=8)
 
 
 def divergence_(
@@ -102,5 +102,5 @@ def divergence_(
     rows, vocabulary = logits.shape
     kl = torch.empty(rows, device=logits.device)
     arguments = (logits, teacher, lse, teacher_lse, weights, kl, vocabulary)
-    draftflow_softmax_divergence[(rows,)](*arguments, WRITE=write, BLOCK=BLOCK, num_warps=8)
+    draftflow_softmax_divergence[(rows,)](*arguments, write=write, size=BLOCK, num_warps=8)
     return kl

@@ -45,11 +45,11 @@ def draftflow_adamw(
     tensors: tl.constexpr,
     dtype: tl.constexpr,
     aligned: tl.constexpr,  # sizes are multiples of 8, so that a thread loads 16 bytes at once
-    BLOCK: tl.constexpr,
+    block_size: tl.constexpr,
 ):
     tensor = tl.load(programs + 2 * tl.program_id(0))
     block = tl.load(programs + 2 * tl.program_id(0) + 1).to(tl.int64)
-    element = block * BLOCK + tl.arange(0, BLOCK)
+    element = block * block_size + tl.arange(0, block_size)
     size = tl.load(sizes + tensor)
     if aligned:
         size = tl.multiple_of(size, 8)
@@ -128,7 +128,7 @@ class Kernel:
             tensors=len(self.sizes),
             dtype=self.dtype,
             aligned=self.aligned,
-            BLOCK=BLOCK,
+            block_size=BLOCK,
             num_warps=8,
         )
 

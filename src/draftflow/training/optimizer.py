@@ -73,11 +73,13 @@ class Optimizer:
         vectors = [index for index, parameter in enumerate(parameters) if parameter.dim() < 2]
         decays = [hyper.weight_decay if parameter.dim() >= 2 else 0.0 for parameter in parameters]
         self._updates: list[tuple[list[int], AdamW | Muon]] = []
-        groups = [matrices, vectors] if hyper.optimizer == "muon" else [matrices + vectors]
-        for group, kind in zip(groups, [Muon, AdamW] if hyper.optimizer == "muon" else [AdamW], strict=True):
-            pick = [[values[index] for index in group] for values in (parameters, self.masters, decays)]
+        groups: list[tuple[list[int], type[AdamW | Muon]]] = [(matrices + vectors, AdamW)]
+        if hyper.optimizer == "muon":
+            groups = [(matrices, Muon), (vectors, AdamW)]
+        for group, kind in groups:
             if group:
-                self._updates.append((group, kind(*pick, hyper)))
+                copies, weights = ([values[index] for index in group] for values in (parameters, self.masters))
+                self._updates.append((group, kind(copies, weights, [decays[index] for index in group], hyper)))
 
     @torch.no_grad()
     def step(self, step: int, normalizer: Tensor) -> Tensor:
@@ -154,7 +156,8 @@ class AdamW:
         if weights[0].is_cuda:
             from draftflow.training.adamw_kernel import Kernel
 
-            self._kernel = Kernel(copies, weights, *self.moments.values(), decays)
+            first, second = self.moments.values()
+            self._kernel = Kernel(copies, weights, first, second, decays)
 
     def step(self, gradients: Sequence[Tensor], scale: Tensor, rate: float) -> None:
         """Update by gradients in the dtype of the copies, times the scalar `scale`, at the learning rate `rate`."""
@@ -190,7 +193,9 @@ class Muon:
         self.copies, self.weights = copies, weights
         self.moments = {"momentum_buffer": [torch.zeros_like(weight) for weight in weights]}
         self.updates = 0
-        groups: list[dict[str, Any]] = [{"params": [w], "weight_decay": d} for w, d in zip(weights, decays, strict=True)]
+        groups: list[dict[str, Any]] = [
+            {"params": [w], "weight_decay": d} for w, d in zip(weights, decays, strict=True)
+        ]
         self._muon = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
         for weight, moment in zip(weights, self.moments["momentum_buffer"], strict=True):
             self._muon.state[weight]["momentum_buffer"] = moment
