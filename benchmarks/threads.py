@@ -29,7 +29,12 @@ from draftflow.stage import Record, say, write_text
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table of benchmarks/threads.py -->", "<!-- end of the table -->"
-KINDS = {"function": "a function", "backward": "forward and backward", "flex": "a mask and `flex_attention`"}
+KINDS = {
+    "function": "a function",
+    "backward": "forward and backward",
+    "flex": "`flex_attention`, forward",
+    "masks": "masks and `flex_attention`",
+}
 CURES = ("one_at_a_time", "processes")
 
 # Threads of kernels and of the compiler would only compete with those that the trials are about.
@@ -66,7 +71,7 @@ def make_plan(trials: int, failing: int, inductor: int) -> list[tuple[str, str, 
     """Kind, backend, condition and number of trials: `trials` of what should not fail, `failing` of what should."""
     plan = []
     for kind in KINDS:
-        partial = ["lock around first calls", *(["one_at_a_time, not around masks"] if kind == "flex" else [])]
+        partial = ["lock around first calls", *(["one_at_a_time, not around masks"] if kind == "masks" else [])]
         plan += [(kind, "aot_eager", condition, failing) for condition in ("unguarded", *partial)]
         plan += [(kind, "aot_eager", condition, trials) for condition in CURES]
     for kind in ("backward", "flex"):

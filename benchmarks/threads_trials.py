@@ -34,6 +34,9 @@ from draftflow.compile_cache.threads import one_at_a_time
 
 WORKERS = 3
 CALLS = 20  # the fewest of a worker
+MASKS = 5  # before each call, where masks are made
+# Seconds after which a thread must let another run: Python's own, and for every other trial one as on a busy machine
+SWITCHES = (5e-3, 1e-4)
 TIME_LIMIT = {"aot_eager": 60.0, "inductor": 300.0}  # seconds of a trial
 
 fork = multiprocessing.get_context("fork")
@@ -72,16 +75,19 @@ def causal(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 def make_call(kind: str, backend: str, number: int) -> tuple[Callable[[], Any], Callable[[Any], Tensor], Tensor]:
     """What makes a mask (or nothing), a compiled call with it in the shape of this number, and what that must give."""
-    compiled = torch.compile(attention if kind == "flex" else function, backend=backend, dynamic=False, fullgraph=True)
+    flex = kind in ("flex", "masks")
+    compiled = torch.compile(attention if flex else function, backend=backend, dynamic=False, fullgraph=True)
     generator = torch.Generator().manual_seed(number)
-    if kind == "flex":
+    if flex:
         length = 32 * (2 + number)
         q, k, v = (torch.randn(1, 1, length, 16, generator=generator) for _ in range(3))
         blocks = create_block_mask(causal, None, None, length, length, device="cpu", BLOCK_SIZE=32)
         lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
 
         def make_mask() -> BlockMask:
-            return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32, mask_mod=causal)
+            for _ in range(MASKS if kind == "masks" else 0):
+                BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32, mask_mod=causal)
+            return blocks
 
         return make_mask, lambda mask: compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = torch.randn(8 + number, 16, generator=generator)
@@ -156,7 +162,7 @@ def child(connection: Connection, workers: list[int], kind: str, backend: str, c
     os._exit(0)  # what the parent would do at its end is not ours
 
 
-def trial(kind: str, backend: str, condition: str) -> tuple[list[str], int, list[str]]:
+def trial(kind: str, backend: str, condition: str, number: int = 0) -> tuple[list[str], int, list[str]]:
     """Errors, dense calls and modules that were loaded, of all processes of one trial."""
     apart = condition == "processes"
     barrier = fork.Barrier(WORKERS) if apart else threading.Barrier(WORKERS)
@@ -164,6 +170,7 @@ def trial(kind: str, backend: str, condition: str) -> tuple[list[str], int, list
     errors: list[str] = []
     modules: list[str] = []
     dense = 0
+    sys.setswitchinterval(SWITCHES[number % len(SWITCHES)])  # the children have it from here
     with tempfile.TemporaryDirectory(prefix="draftflow-") as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         processes: dict[Any, Any] = {}
@@ -232,8 +239,8 @@ def main() -> None:
     gc.freeze()  # or each collection in a child would copy the memory that it shares
     for kind, backend, condition, trials in plan:
         start, bad, dense, words = time.perf_counter(), 0, 0, Counter[str]()
-        for _ in range(trials):
-            errors, dense_calls, _ = trial(kind, backend, condition)
+        for number in range(trials):
+            errors, dense_calls, _ = trial(kind, backend, condition, number)
             bad += bool(errors)
             dense += dense_calls
             words.update({short(error) for error in errors})
