@@ -18,9 +18,10 @@ def hyperparameters(**values):
 
 
 def module(seed=0):
-    """Two matrices and a vector."""
+    """Matrices, of which three are of one shape when turned, and a vector."""
     torch.manual_seed(seed)
-    layers = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3, bias=False))
+    sizes = [(7, 5), (5, 7), (7, 5), (5, 3)]
+    layers = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=size == sizes[0]) for size in sizes))
     return layers.requires_grad_()
 
 
@@ -67,11 +68,13 @@ def reference(kind, steps, dtype, **values):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("kind", "tolerance"), [("adamw", 1e-5), ("muon", 1e-5)])
+@pytest.mark.parametrize(("kind", "tolerance"), [("adamw", 1e-5), ("muon", 2e-3)])  # Muon iterates in bf16
 def test_updates_are_those_of_torch_on_fp32_weights(kind, tolerance, dtype):
     optimizer = Optimizer(module(), hyperparameters(optimizer=kind), dtype)
     run(optimizer, 20)
-    for ours, theirs in zip(optimizer.masters, reference(kind, 20, dtype), strict=True):
+    expected, start = reference(kind, 20, dtype), list(module().parameters())
+    for ours, theirs, before in zip(optimizer.masters, expected, start, strict=True):
+        assert (theirs - before).norm() > 0.1 * before.norm()
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True):
         assert parameter.dtype == dtype

@@ -44,8 +44,8 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
         "target_weights": target_bytes,
         # fp32 weights and two moments; gradients, and the weights themselves, in the precision of the products
         "drafter_weights": weights * (12 + width + (width if width < 4 else 0)),
-        # Muon has its gradients in fp32, and moves one matrix at a time in bf16
-        "optimizer": weights * 4 + 6 * hidden * 2 * middle if plan.optimizer == "muon" else 0,
+        # Muon has its gradients in fp32, and iterates on some of the matrices in bf16
+        "optimizer": weights * 4 + 8 * min(weights, 2**28) if plan.optimizer == "muon" else 0,
         "features": 2 * context * taps * hidden * width,  # and their gradient, or the next batch
         "activations": shape["layers"] * layer + 4 * context * hidden * width,
         # gradients of one layer's tensors while it is gone through backward

@@ -1,9 +1,10 @@
 """AdamW or Muon on fp32 master weights: learning rate, clipping, and the copy of the weights that backward works on."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +179,12 @@ class AdamW:
 
 
 class Muon:
-    """Muon of some matrices, torch's, with updates of the size of AdamW's, so that one learning rate serves both.
+    """Muon (arXiv 2502.16982) of some matrices, with updates of the size of AdamW's: one learning rate serves both.
+
+        m <- m + (1 - mu) (g - m),  u = orthogonal factor of g + mu (m - g),  w <- w - lr (d w + 0.2 sqrt(max(a, b)) u)
+
+    for a matrix [a, b]. The factor comes from five Newton-Schulz iterations in bf16, of all matrices of one shape at a
+    time: one by one, small matrices would take longer to launch than to compute.
 
     Args: as of `AdamW`; the betas are not used.
 
@@ -187,27 +193,53 @@ class Muon:
         updates: that were made.
     """
 
+    MOMENTUM = 0.95
+    COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+    ITERATIONS = 5
+    AT_ONCE = 2**28  # elements of a stack; the iterations hold three of them in bf16
+
     def __init__(
         self, copies: Sequence[Tensor], weights: Sequence[Tensor], decays: Sequence[float], hyper: Hyperparameters
     ):
-        self.copies, self.weights = copies, weights
+        self.copies, self.weights, self.decays = copies, weights, decays
         self.moments = {"momentum_buffer": [torch.zeros_like(weight) for weight in weights]}
         self.updates = 0
-        groups: list[dict[str, Any]] = [
-            {"params": [w], "weight_decay": d} for w, d in zip(weights, decays, strict=True)
-        ]
-        self._muon = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
-        for weight, moment in zip(weights, self.moments["momentum_buffer"], strict=True):
-            self._muon.state[weight]["momentum_buffer"] = moment
+        self._stacks: list[list[int]] = []
+        by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, weight in enumerate(weights):
+            by_shape[tuple(sorted(weight.shape))].append(index)
+        for (rows, columns), members in by_shape.items():
+            size = max(1, self.AT_ONCE // (rows * columns))
+            self._stacks += [members[start : start + size] for start in range(0, len(members), size)]
 
     def step(self, gradients: Sequence[Tensor], scale: Tensor, rate: float) -> None:
         """As of `AdamW`."""
         self.updates += 1
-        for weight, gradient in zip(self.weights, gradients, strict=True):
-            weight.grad = gradient.float() * scale
-        for group in self._muon.param_groups:
-            group["lr"] = rate
-        self._muon.step()
-        for copy, weight in zip(self.copies, self.weights, strict=True):
-            weight.grad = None
-            copy.copy_(weight)
+        scaled = [gradient.float() for gradient in gradients]
+        torch._foreach_mul_(scaled, scale)
+        moments = self.moments["momentum_buffer"]
+        torch._foreach_lerp_(moments, scaled, 1 - self.MOMENTUM)
+        torch._foreach_lerp_(scaled, moments, self.MOMENTUM)
+        for members in self._stacks:
+            wide = [scaled[index].shape[0] <= scaled[index].shape[1] for index in members]
+            stack = torch.stack(
+                [
+                    (scaled[index] if fits else scaled[index].T).bfloat16()
+                    for index, fits in zip(members, wide, strict=True)
+                ]
+            )
+            rates = 0.2 * math.sqrt(stack.shape[2]) * rate
+            for index, fits, factor in zip(members, wide, self._orthogonal(stack), strict=True):
+                self.weights[index].mul_(1 - rate * self.decays[index])
+                self.weights[index].add_(factor if fits else factor.T, alpha=-rates)
+        torch._foreach_copy_(list(self.copies), list(self.weights))
+
+    def _orthogonal(self, stack: Tensor) -> Tensor:
+        """Orthogonal factors of matrices [n, a, b], a <= b, as far as the iterations bring them."""
+        first, second, third = self.COEFFICIENTS
+        stack = stack / stack.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        for _ in range(self.ITERATIONS):
+            gram = stack @ stack.mT
+            step = torch.baddbmm(gram, gram, gram, beta=second, alpha=third)
+            stack = torch.baddbmm(stack, step, stack, beta=first)
+        return stack
