@@ -204,6 +204,7 @@ def drafter_checks(folder: Path, target_folder: Path, row: dict[str, Tensor], pl
     prepare_inductor(device)
     drafter.compile_layers()
     precision = getattr(torch, plan.precision)
+    drafter.to(precision)  # as in training, or its compiled code is not that of training
     embed_weight, batch = target.embed_weight.to(precision), (plan.rows, plan.anchors)
     found += mask_checks(drafter, embed_weight, features.to(precision), row, batch=batch)
     return [*found, features_check(tap_error(target, extractor, taps, row))]
