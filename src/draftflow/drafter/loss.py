@@ -141,7 +141,28 @@ def head_loss(
     dpace: Dpace | None = None,
     teacher: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of the losses of hidden states under a frozen head, with their gradient in one pass.
+    """Weighted sum of the losses of hidden states under a frozen head, differentiable once, in `hidden`.
+
+    Args: as of `head_loss_and_gradient`.
+
+    Returns:
+        loss_sum, correct and losses, as there; correct and losses are not differentiable.
+    """
+    return _HeadLoss.apply(hidden, head_weight, labels, weights, chunks, dpace, teacher)
+
+
+@torch.no_grad()
+def head_loss_and_gradient(
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    chunks: Sequence[int],
+    dpace: Dpace | None = None,
+    teacher: Tensor | None = None,
+    differentiate: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Weighted sum of the losses of hidden states under a frozen head, and its gradient, in one pass.
 
     Args:
         hidden: [M, H].
@@ -154,48 +175,50 @@ def head_loss(
         dpace: weigh by the drafter's own confidence.
         teacher: [M, H], hidden states from which the head reads the target's distribution at the place of each row:
             the loss is the divergence from that, and not the cross-entropy.
+        differentiate: make the gradient.
 
     Returns:
-        loss_sum: scalar fp32, sum of weights * loss; differentiable once, in `hidden`.
+        loss_sum: scalar fp32, sum of weights * loss.
         correct: [M] bool, no token is more probable than the label.
-        losses: [M] fp32, nats, not differentiable.
+        losses: [M] fp32, nats.
+        gradient: [M, H], of loss_sum, in the dtype of `hidden`; None if it is not asked for.
     """
-    return _HeadLoss.apply(hidden, head_weight, labels, weights, tuple(chunks), dpace, teacher)
+    parts = _parts(hidden)
+    rows, most = hidden.shape[0], max((end - start for start, end in pairwise(chunks)), default=0)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    # one buffer for all chunks: memory that the allocator returns to the system comes back page by page
+    buffer = hidden.new_empty(most, head_weight.shape[0])
+    teacher_buffer = torch.empty_like(buffer) if teacher is not None else buffer
+    losses, correct = hidden.new_empty(rows, dtype=wide), hidden.new_empty(rows, dtype=torch.bool)
+    weights = weights.to(wide).clone() if dpace is not None else weights.to(wide)
+    gradient = torch.empty_like(hidden) if differentiate else None
+    for start, end in pairwise(chunks):
+        part = slice(start, end)
+        logits = buffer[: end - start]
+        torch.mm(hidden[part], head_weight.T, out=logits)
+        lse, losses[part], correct[part] = parts.statistics(logits, labels[part])
+        if dpace is not None:
+            weights[part] *= dpace_weights(losses[part], dpace.offsets[part], dpace.alpha, dpace.block_size)
+        if teacher is not None:
+            of_teacher = teacher_buffer[: end - start]
+            torch.mm(teacher[part], head_weight.T, out=of_teacher)
+            teacher_lse, _, _ = parts.statistics(of_teacher, labels[part])
+            losses[part] = parts.divergence_(logits, of_teacher, lse, teacher_lse, weights[part], differentiate)
+        elif differentiate:
+            parts.gradient_(logits, lse, labels[part], weights[part])
+        if gradient is not None:
+            torch.mm(logits, head_weight, out=gradient[part])
+    return (losses * weights).sum(), correct, losses, gradient
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, head_weight, labels, weights, chunks, dpace, teacher):  # type: ignore[override]
-        parts = _parts(hidden)
-        rows, most = hidden.shape[0], max((end - start for start, end in pairwise(chunks)), default=0)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        # one buffer for all chunks: memory that the allocator returns to the system comes back page by page
-        buffer = hidden.new_empty(most, head_weight.shape[0])
-        teacher_buffer = torch.empty_like(buffer) if teacher is not None else buffer
-        losses, correct = hidden.new_empty(rows, dtype=wide), hidden.new_empty(rows, dtype=torch.bool)
-        weights = weights.to(wide).clone() if dpace is not None else weights.to(wide)
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start, end in pairwise(chunks):
-            part = slice(start, end)
-            logits = buffer[: end - start]
-            torch.mm(hidden[part], head_weight.T, out=logits)
-            lse, losses[part], correct[part] = parts.statistics(logits, labels[part])
-            if dpace is not None:
-                weights[part] *= dpace_weights(losses[part], dpace.offsets[part], dpace.alpha, dpace.block_size)
-            if teacher is not None:
-                logits_of_teacher = teacher_buffer[: end - start]
-                torch.mm(teacher[part], head_weight.T, out=logits_of_teacher)
-                teacher_lse, _, _ = parts.statistics(logits_of_teacher, labels[part])
-                losses[part] = parts.divergence_(
-                    logits, logits_of_teacher, lse, teacher_lse, weights[part], gradient is not None
-                )
-            elif gradient is not None:
-                parts.gradient_(logits, lse, labels[part], weights[part])
-            if gradient is not None:
-                torch.mm(logits, head_weight, out=gradient[part])
+        arguments = (hidden, head_weight, labels, weights, chunks, dpace, teacher)
+        loss, correct, losses, gradient = head_loss_and_gradient(*arguments, ctx.needs_input_grad[0])
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct, losses)
-        return (losses * weights).sum(), correct, losses
+        return loss, correct, losses
 
     @staticmethod
     @once_differentiable

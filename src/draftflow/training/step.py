@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftflow.drafter.loss import Dpace, head_loss
+from draftflow.drafter.loss import Dpace, head_loss_and_gradient
 from draftflow.drafter.mask import allowed, block_mask
 from draftflow.drafter.model import Drafter
 from draftflow.drafter.shape import DrafterShape
@@ -80,12 +80,12 @@ class Step:
         """
         features = self.source(batch)
         self.mark("features")
-        hidden = self._supervised_hidden(batch, features)
+        hidden = self._hidden(batch, features)
         self.mark("forward")
-        loss, correct = self._loss(batch, hidden, features)
+        loss, correct, gradient = self._loss(batch, hidden, features)
         self.mark("loss")
-        loss.backward()
-        statistics = self._statistics(batch, loss.detach(), correct)
+        torch.autograd.backward(hidden, gradient)
+        statistics = self._statistics(batch, loss, correct)
         self.mark("backward")
         self._sum_over_ranks(statistics)
         for work in self._reducing:
@@ -102,31 +102,36 @@ class Step:
         total = torch.zeros(self.statistics, device=self.device)
         for batch in (batch.to(self.device) for batch in batches):
             features = self.source(batch)
-            total += self._statistics(batch, *self._loss(batch, self._supervised_hidden(batch, features), features))
+            loss, correct, _ = self._loss(batch, self._hidden(batch, features), features)
+            total += self._statistics(batch, loss, correct)
         self._sum_over_ranks(total)
         self.mark("evaluation")
         return total
 
-    def _supervised_hidden(self, batch: Batch, features: Tensor) -> Tensor:
-        """Hidden states [M, H] of the block positions that the loss looks at."""
+    def _hidden(self, batch: Batch, features: Tensor) -> Tensor:
+        """Hidden states of all block positions, [B * N * Bk, H]."""
         make_mask = block_mask if self.device.type == "cuda" else allowed
         mask = make_mask(batch.anchors, batch.document_ids, self.plan.block_size)
         embeddings = F.embedding(batch.block_tokens, self.target.embed_weight)
         taps = self.drafter.fc.weight.shape[1]
         hidden = self.drafter(features[..., :taps], embeddings, batch.position_ids, batch.block_positions, mask)
-        return hidden.flatten(0, 1).index_select(0, batch.supervised)
+        return hidden.flatten(0, 1)
 
-    def _loss(self, batch: Batch, hidden: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the weighted losses, and [M] bool, where the drafter's first choice is right."""
+    def _loss(self, batch: Batch, hidden: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sum of the weighted losses; [M] bool, where the drafter's first choice is right; the gradient of `hidden`,
+        where that has one: 0 where the loss does not look."""
         weights, dpace, teacher = batch.weights, None, None
         if self.objective.kind == "dpace":
             dpace = Dpace(batch.offsets, self.objective.alpha, self.plan.block_size)
             weights = torch.ones_like(weights)
         elif self.objective.kind == "kl":
             teacher = self._teacher(batch, features)
-        arguments = (hidden, self.target.head_weight, batch.labels, weights, batch.chunks, dpace, teacher)
-        loss, correct, _ = head_loss(*arguments)
-        return loss, correct
+        supervised = hidden.detach().index_select(0, batch.supervised)
+        arguments = (supervised, self.target.head_weight, batch.labels, weights, batch.chunks, dpace, teacher)
+        loss, correct, _, of_supervised = head_loss_and_gradient(*arguments, differentiate=hidden.requires_grad)
+        if of_supervised is None:
+            return loss, correct, None
+        return loss, correct, torch.zeros_like(hidden).index_copy_(0, batch.supervised, of_supervised)
 
     def _teacher(self, batch: Batch, features: Tensor) -> Tensor:
         """[M, H], what the target's head reads at the token before each supervised position; behind the tapped ones."""
