@@ -1,0 +1,113 @@
+"""The kernels in Triton's interpreter, which needs no GPU, against dense attention in fp64."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from drafter_cases import anchors_at, document_ids  # noqa: E402
+
+from draftflow.drafter.mask import allowed  # noqa: E402
+
+IN_INTERPRETER = """
+import sys
+import torch
+from triton.runtime import interpreter
+
+patch = interpreter._patch_lang_tensor
+
+def patched(tensor, *rest):
+    patch(tensor, *rest)
+    tensor.__index__ = lambda self: int(self.handle.data.item())  # numpy 2.4 takes no array of one number for a number
+
+interpreter._patch_lang_tensor = patched
+from draftflow.drafter.anchors import Anchors
+from draftflow.drafter.block_attention import backward, forward, intervals
+from draftflow.drafter.mask import _context
+
+found = []
+for case in torch.load(sys.argv[1]):
+    anchors, documents, size = Anchors(*case["anchors"]), case["documents"], case["block_size"]
+    seen = intervals(anchors, _context(anchors, documents)[0], documents.shape[1])
+    arguments = [case[name] for name in ("q", "k", "v")]
+    out, lse = forward(*arguments, seen, size)
+    found.append((out, lse, *backward(case["do"], *arguments, out, lse, seen, size)))
+torch.save(found, sys.argv[2])
+"""
+
+# documents of each row, slots, block size, query and key heads, width, precision; the last slots are not valid
+CASES = [
+    ([[90, 60, 50], [130]], 9, 8, 6, 2, 16, torch.float32),
+    ([[100, 150]], 11, 10, 4, 1, 16, torch.float32),  # a tile of queries is not full
+    ([[256]], 5, 16, 8, 1, 32, torch.float32),
+    ([[40, 40, 50]], 6, 7, 3, 1, 16, torch.float32),  # three heads share a key head and lie in three tiles
+    ([[13] * 30], 40, 4, 2, 2, 16, torch.float32),  # a tile of queries has many documents
+    ([[150]], 5, 16, 4, 1, 16, torch.float16),  # the interpreter has no products in bf16
+]
+
+
+def make_case(documents, slots, block_size, heads, kv_heads, width, dtype):
+    generator = torch.Generator().manual_seed(slots)
+    length = max(map(sum, documents)) + 7
+    ids = document_ids(documents, length)
+    picked = [torch.randperm(sum(row), generator=generator)[: slots - 2].sort().values.tolist() for row in documents]
+    anchors = anchors_at([[*row, None, None] for row in picked])
+    queries = slots * block_size
+
+    def draw(rows, count):
+        """[B, rows, heads, D] in memory, as projections leave it."""
+        values = torch.randn(len(documents), rows, count, width, generator=generator)
+        return values.transpose(1, 2).to(dtype)
+
+    columns = length + queries
+    case = {"q": draw(queries, heads), "k": draw(columns, kv_heads), "v": draw(columns, kv_heads)}
+    return case | {
+        "do": draw(queries, heads),
+        "anchors": tuple(anchors),
+        "documents": ids,
+        "block_size": block_size,
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernels")
+    cases = [make_case(*case) for case in CASES]
+    torch.save(cases, folder / "cases")
+    command = [sys.executable, "-c", IN_INTERPRETER, folder / "cases", folder / "found"]
+    source = str(Path(__file__).parents[2] / "src")
+    subprocess.run(command, check=True, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source})
+    return list(zip(cases, torch.load(folder / "found"), strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_attention_and_its_gradients_are_those_of_dense_attention(results, number):
+    from draftflow.drafter.anchors import Anchors
+
+    case, (out, lse, *gradients) = results[number]
+    mask = allowed(Anchors(*case["anchors"]), case["documents"], case["block_size"])
+    inputs = [case[name].double().requires_grad_() for name in ("q", "k", "v")]
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True)
+    expected.backward(case["do"].double())
+    group = case["q"].shape[1] // case["k"].shape[1]
+    scores = inputs[0] @ inputs[1].repeat_interleave(group, dim=1).mT * case["q"].shape[-1] ** -0.5
+    sums = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    rounding = 1e-6 if case["q"].dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(lse.double(), sums * 1.4426950408889634, rtol=rounding, atol=rounding)
+    for ours, theirs in zip((out, *gradients), (expected, *(value.grad for value in inputs)), strict=True):
+        assert ours.dtype == case["q"].dtype
+        assert (ours.double() - theirs).norm() < rounding * theirs.norm()
+
+
+def test_what_no_block_sees_gets_no_gradient(results):
+    case, (_, _, _, dk, dv) = results[1]
+    last = int(case["anchors"][0].max())  # the anchor itself is no context
+    length = case["documents"].shape[1]
+    for gradient in (dk, dv):
+        assert not gradient[:, :, last:length].any()
+        assert gradient[:, :, last - 1].any()
