@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftflow.target.load import Target
+
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
 
@@ -30,6 +32,24 @@ SHAPES: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
         },
         "step": {"row_length": 256, "rows_per_step": 8, "anchors_per_row": 32, "block_size": 8},
+        # for trainers that take one row at a time
+        "one_row": {"row_length": 2048, "rows_per_step": 1, "anchors_per_row": 256},
+    },
+    "qwen3-4b": {
+        "config": QWEN3
+        | {
+            "tie_word_embeddings": True,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        },
+        "step": {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16},
     },
     "qwen3-8b": {
         "config": QWEN3
@@ -46,6 +66,37 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "step": {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16},
     },
+    "qwen3-32b": {
+        "config": QWEN3
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        },
+        "step": {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16},
+    },
+    # of no model: to see on a CPU that a benchmark runs
+    "tiny": {
+        "config": QWEN3
+        | {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rms_norm_eps": 1e-6,
+            "vocab_size": 384,
+            "max_position_embeddings": 1024,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "step": {"row_length": 128, "rows_per_step": 1, "anchors_per_row": 8, "block_size": 8},
+    },
 }
 # The fewest at which five evenly spread taps are distinct
 LAYERS = 8
@@ -53,7 +104,7 @@ LAYERS = 8
 
 def make_target(folder: Path, name: str, layers: int = LAYERS) -> Path:
     """Write a prepared target (target.json, config and bf16 weights) of a shape of `SHAPES`; returns `folder`."""
-    facts = {**SHAPES[name]["config"], "num_hidden_layers": layers, "eos_token_id": 2, "bos_token_id": 1}
+    facts = _facts(name, layers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     weights = folder / "weights"
@@ -62,17 +113,35 @@ def make_target(folder: Path, name: str, layers: int = LAYERS) -> Path:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(weights), dtype=torch.bfloat16)
     model.save_pretrained(weights)
-    description = {name: facts[name] for name in facts if name not in ("model_type", "architectures", "eos_token_id")}
-    description |= {
-        "source": f"random weights of {name}'s shape, {layers} layers",
+    (folder / "target.json").write_text(json.dumps(_description(name, facts)))
+    return folder
+
+
+def random_target(name: str, layers: int, device: torch.device, dtype: torch.dtype) -> Target:
+    """What `load_target` gives for a target of `make_target`, without a file in between."""
+    facts = _facts(name, layers)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts), dtype=dtype, attn_implementation="sdpa")
+    return Target(model.eval().requires_grad_(False), _description(name, facts))
+
+
+def _facts(name: str, layers: int) -> dict[str, Any]:
+    """`config.json`."""
+    return {**SHAPES[name]["config"], "num_hidden_layers": layers, "eos_token_id": 2, "bos_token_id": 1}
+
+
+def _description(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """`target.json`."""
+    kept = {name: facts[name] for name in facts if name not in ("model_type", "architectures", "eos_token_id")}
+    return kept | {
+        "source": f"random weights of {name}'s shape, {facts['num_hidden_layers']} layers",
         "architecture": facts["model_type"],
         "eos_token_ids": [2],
         "mask_token_id_auto": facts["vocab_size"] - 1,
         "weights": {"kind": "folder", "path": "weights"},
         "sha256": "random",
     }
-    (folder / "target.json").write_text(json.dumps(description))
-    return folder
 
 
 def step_settings(name: str, kind: str, slug: str, ids: list[int]) -> dict[str, Any]:
