@@ -150,6 +150,20 @@ class Drafter(Block):
         "auto",
         description="Id of the token that means `to be drafted`. auto: the tokenizer's mask token or an unused id.",
     )
+    sliding_window: int | None = Field(
+        None,
+        ge=2,
+        description="Tokens that a row of a sliding layer sees, itself included, at least block_size; 2048 is usual.\n"
+        "null: no layer slides. Servers keep and read that much less of a long context.",
+    )
+    sliding_layers: list[int] | None = Field(
+        None, description="Layers (from 0) that slide. null: with a window, all but the last."
+    )
+    sliding_causal: bool = Field(
+        True,
+        description="Sliding layers see their own block only up to each row, which is what servers infer. false: in\n"
+        "both directions, as full layers do.",
+    )
 
 
 class Steps(Block):

@@ -68,3 +68,43 @@ def test_more_taps_than_layers_are_refused():
 def test_rope_that_a_drafter_cannot_have_is_refused(parameters):
     with pytest.raises(DraftflowError, match=r"target\.source"):
         DrafterShape.from_target({**TARGET, "rope_parameters": parameters}, SETTINGS)
+
+
+def test_without_a_window_no_layer_slides():
+    shape = DrafterShape.from_target(TARGET, {**SETTINGS, "sliding_window": None, "sliding_causal": False})
+    assert (shape.sliding_window, shape.sliding_layers, shape.sliding_causal) == (None, (), True)
+    assert shape == DrafterShape.from_target(TARGET, SETTINGS)
+
+
+def test_with_a_window_all_layers_but_the_last_slide_and_are_causal():
+    shape = DrafterShape.from_target(TARGET, {**SETTINGS, "layers": 5, "sliding_window": 2048})
+    assert (shape.sliding_window, shape.sliding_layers, shape.sliding_causal) == (2048, (0, 1, 2, 3), True)
+
+
+def test_named_sliding_layers_and_both_directions_are_taken():
+    settings = {**SETTINGS, "sliding_window": 8, "sliding_layers": [1], "sliding_causal": False}
+    shape = DrafterShape.from_target(TARGET, settings)
+    assert (shape.sliding_window, shape.sliding_layers, shape.sliding_causal) == (8, (1,), False)
+
+
+def test_window_smaller_than_a_block_is_refused():
+    with pytest.raises(DraftflowError, match=r"drafter\.sliding_window: a window of 7 tokens .* block of 8"):
+        DrafterShape.from_target(TARGET, {**SETTINGS, "sliding_window": 7})
+
+
+@pytest.mark.parametrize("layers", [[], [-1], [2], [1, 1], [1, 0]])
+def test_sliding_layers_out_of_range_repeated_or_unordered_are_refused(layers):
+    with pytest.raises(DraftflowError, match=r"drafter\.sliding_layers"):
+        DrafterShape.from_target(TARGET, {**SETTINGS, "sliding_window": 64, "sliding_layers": layers})
+
+
+def test_a_window_for_the_only_layer_wants_the_layer_named():
+    settings = {**SETTINGS, "layers": 1, "sliding_window": 64}
+    with pytest.raises(DraftflowError, match=r"drafter\.sliding_layers: .* a drafter of 1\..*0 to 0"):
+        DrafterShape.from_target(TARGET, settings)
+    assert DrafterShape.from_target(TARGET, {**settings, "sliding_layers": [0]}).sliding_layers == (0,)
+
+
+def test_sliding_layers_without_a_window_are_refused():
+    with pytest.raises(DraftflowError, match=r"drafter\.sliding_layers: .*\[0\] have no window"):
+        DrafterShape.from_target(TARGET, {**SETTINGS, "sliding_layers": [0]})

@@ -24,6 +24,10 @@ class DrafterShape:
         mask_token_id: token that stands for "to be drafted".
         target_layer_ids: tapped target layers, 0-based; the feature is the output of the layer.
         num_target_layers: layers of the target.
+        sliding_window: tokens that a row of a sliding layer sees, itself included, at least a block; None without such
+            layers.
+        sliding_layers: the layers, 0-based and ascending, that see a window in place of the whole document.
+        sliding_causal: whether a row of a sliding layer sees its own block only up to itself; True without such layers.
     """
 
     hidden_size: int
@@ -42,6 +46,9 @@ class DrafterShape:
     num_target_layers: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_causal: bool = True
 
     @property
     def rope_theta(self) -> float:
@@ -57,10 +64,11 @@ class DrafterShape:
             drafter_settings: the `drafter` block of the configuration.
 
         Raises:
-            DraftflowError: mask token outside the vocabulary or not to be had, tapped layers out of range, or a RoPE
-                that the drafter cannot have.
+            DraftflowError: mask token outside the vocabulary or not to be had, tapped layers out of range, a RoPE that
+                the drafter cannot have, or a window or sliding layers that do not fit it.
         """
         target_layers = description["num_hidden_layers"]
+        window, sliding_layers = _sliding(drafter_settings)
         return cls(
             hidden_size=description["hidden_size"],
             intermediate_size=description["intermediate_size"],
@@ -78,6 +86,9 @@ class DrafterShape:
             num_target_layers=target_layers,
             bos_token_id=description["bos_token_id"],
             eos_token_ids=tuple(description["eos_token_ids"]),
+            sliding_window=window,
+            sliding_layers=sliding_layers,
+            sliding_causal=window is None or drafter_settings.get("sliding_causal", True),
         )
 
 
@@ -92,6 +103,33 @@ def _target_layers(num_hidden_layers: int, settings: dict[str, Any]) -> tuple[in
             "drafter.target_layers",
         )
     return ids
+
+
+def _sliding(settings: dict[str, Any]) -> tuple[int | None, tuple[int, ...]]:
+    """Window and sliding layers; the last layer sees everything unless it is named."""
+    layers, window, named = settings["layers"], settings.get("sliding_window"), settings.get("sliding_layers")
+    if window is None:
+        if named is not None:
+            raise DraftflowError(
+                f"sliding layers {named} have no window.",
+                "Set drafter.sliding_window to a number of tokens, or sliding_layers to null.",
+                "drafter.sliding_layers",
+            )
+        return None, ()
+    if window < settings["block_size"]:
+        raise DraftflowError(
+            f"a window of {window} tokens is smaller than a draft block of {settings['block_size']}.",
+            f"Set {settings['block_size']} tokens or more; 2048 is usual.",
+            "drafter.sliding_window",
+        )
+    ids = tuple(range(layers - 1) if named is None else named)
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= layers:
+        raise DraftflowError(
+            f"layers {list(ids)} cannot be the sliding ones of a drafter of {layers}.",
+            f"Name different layers from 0 to {layers - 1}, ascending, or set sliding_window to null.",
+            "drafter.sliding_layers",
+        )
+    return window, ids
 
 
 def _mask_token(description: dict[str, Any], setting: Any) -> int:
