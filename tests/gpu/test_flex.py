@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention 
 from draftflow.drafter.anchors import Anchors, sample_anchors  # noqa: E402
 from draftflow.drafter.attention import attend, forbid_dense  # noqa: E402
 from draftflow.drafter.loss import block_targets, even_chunks, head_loss  # noqa: E402
-from draftflow.drafter.mask import allowed, block_mask  # noqa: E402
+from draftflow.drafter.mask import Kind, block_mask, block_masks, layer_masks  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 from draftflow.drafter.shape import DrafterShape  # noqa: E402
 from draftflow.errors import DraftflowError  # noqa: E402
@@ -27,9 +27,10 @@ from draftflow.errors import DraftflowError  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 LENGTH, COUNT = 384, 40
+MIXED: dict[str, Any] = {"sliding_window": 150, "sliding_layers": (0, 1)}
 
 
-def shape_of(block_size: int = 8) -> DrafterShape:
+def shape_of(block_size: int = 8, **sliding: Any) -> DrafterShape:
     return DrafterShape(
         hidden_size=192,
         intermediate_size=256,
@@ -47,6 +48,7 @@ def shape_of(block_size: int = 8) -> DrafterShape:
         num_target_layers=8,
         bos_token_id=None,
         eos_token_ids=(0,),
+        **sliding,
     )
 
 
@@ -68,9 +70,9 @@ def batch(shape: DrafterShape, seed: int = 0) -> tuple[Tensor, Anchors, tuple[Te
     return documents, anchors, (features, embeddings, positions, block_positions)
 
 
-def hidden_and_gradients(drafter: Drafter, mask: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+def hidden_and_gradients(drafter: Drafter, masks: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     drafter.zero_grad()
-    hidden = drafter(*inputs, mask)
+    hidden = drafter(*inputs, *masks)
     # not the norm of the output, which RMSNorm makes constant
     direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden.device)
     (hidden.float() * direction).mean().backward()
@@ -89,19 +91,15 @@ def fresh() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block_size", [4, 8, 10, 16])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_compiled_flex_is_the_dense_drafter(block_size: int, dtype: torch.dtype, tolerance: float) -> None:
+def assert_same_as_dense(shape: DrafterShape, dtype: torch.dtype, tolerance: float) -> None:
     # tolerances are of the norm: fp32 sums in another order; bf16 keeps 8 bits, and three layers add up
-    shape = shape_of(block_size)
     documents, anchors, inputs = batch(shape)
     drafter = Drafter(shape, torch.Generator().manual_seed(0))
-    expected, expected_gradients = hidden_and_gradients(drafter, allowed(anchors, documents, block_size), inputs)
+    expected, expected_gradients = hidden_and_gradients(drafter, layer_masks(anchors, documents, shape), inputs)
     drafter.cuda().compile_layers()
-    mask = block_mask(anchors.to("cuda"), documents.cuda(), block_size)
+    masks = layer_masks(anchors.to("cuda"), documents.cuda(), shape)
     with forbid_dense():
-        hidden, gradients = hidden_and_gradients(drafter, mask, on_gpu(inputs, dtype))
+        hidden, gradients = hidden_and_gradients(drafter, masks, on_gpu(inputs, dtype))
 
     def error(value: Tensor, reference: Tensor) -> float:
         return ((value - reference).norm() / reference.norm()).item()
@@ -112,26 +110,72 @@ def test_compiled_flex_is_the_dense_drafter(block_size: int, dtype: torch.dtype,
     assert all(value.dtype == torch.float32 for value in gradients.values())
 
 
-def test_layers_and_steps_share_one_graph_of_fused_kernels() -> None:
-    shape = shape_of()
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [4, 8, 10, 16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_compiled_flex_is_the_dense_drafter(block_size: int, dtype: torch.dtype, tolerance: float) -> None:
+    assert_same_as_dense(shape_of(block_size), dtype, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block_size", "sliding"),
+    [
+        (8, MIXED),
+        (10, {**MIXED, "sliding_window": 40}),
+        (16, {"sliding_window": 16, "sliding_layers": (0, 2), "sliding_causal": False}),
+        (8, {"sliding_window": 1000, "sliding_layers": (0, 1, 2)}),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_compiled_flex_with_sliding_layers_is_the_dense_drafter(
+    block_size: int, sliding: dict[str, Any], dtype: torch.dtype, tolerance: float
+) -> None:
+    assert_same_as_dense(shape_of(block_size, **sliding), dtype, tolerance)
+
+
+@pytest.mark.parametrize(("sliding", "graphs"), [({}, 1), (MIXED, 2)], ids=["full", "full and sliding"])
+def test_layers_and_steps_share_one_graph_of_fused_kernels_per_kind(sliding: dict[str, Any], graphs: int) -> None:
+    shape = shape_of(**sliding)
     drafter = Drafter(shape, torch.Generator().manual_seed(0)).cuda()
     drafter.compile_layers()
     counters.clear()
 
     def step(seed: int) -> None:
         documents, anchors, inputs = batch(shape, seed)
-        mask = block_mask(anchors.to("cuda"), documents.cuda(), shape.block_size)
-        hidden_and_gradients(drafter, mask, on_gpu(inputs, torch.bfloat16))
+        masks = layer_masks(anchors.to("cuda"), documents.cuda(), shape)
+        hidden_and_gradients(drafter, masks, on_gpu(inputs, torch.bfloat16))
 
-    with forbid_dense(), torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            step(seed)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step(3)
-    assert counters["stats"]["unique_graphs"] == 1
+    with forbid_dense():
+        step(0)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for seed in range(1, 3):
+                step(seed)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                step(3)
+    assert counters["stats"]["unique_graphs"] == graphs
     kernels = {event.key for event in profile.key_averages() if "flex_attention" in event.key}
     assert any(name.startswith("triton_tem") and "backward" not in name for name in kernels), kernels
     assert any(name.startswith("triton_tem") and "backward" in name for name in kernels), kernels
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_drafting_on_the_gpu_is_that_on_the_cpu(causal: bool) -> None:
+    shape = shape_of(sliding_window=20, sliding_layers=(0, 1), sliding_causal=causal)
+    _, _, (features, embeddings, _, _) = batch(shape)
+    drafter = Drafter(shape, torch.Generator().manual_seed(0))
+    drafted = []
+    for device in ("cpu", "cuda"):
+        drafter.to(device)
+        cache, known = drafter.new_cache(), 0
+        with forbid_dense(), torch.no_grad():
+            for anchor in (15, 120, 122):
+                positions = torch.arange(known, anchor + shape.block_size, device=device)[None]
+                block = embeddings[:1, : shape.block_size].to(device)
+                drafted.append(drafter.draft(features[:1, known:anchor].to(device), block, positions, cache).cpu())
+                known = anchor
+    for one, other in zip(drafted[:3], drafted[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # fp32 sums in another order
 
 
 def test_memory_is_far_below_the_dense_scores() -> None:
@@ -202,9 +246,12 @@ def test_mask_targets_and_loss_do_not_wait_for_the_gpu(dtype: torch.dtype) -> No
     shape = shape_of()
     documents, anchors, _ = batch(shape)
     cuda_documents, cuda_anchors = documents.cuda(), anchors.to("cuda")
-    mask = without_sync(lambda: block_mask(cuda_anchors, cuda_documents, shape.block_size))
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "q_indices", "full_q_indices"):
-        assert torch.equal(getattr(mask, name).cpu(), getattr(block_mask(anchors, documents, shape.block_size), name))
+    kinds = (Kind(), Kind(150, True), Kind(16))
+    masks = without_sync(lambda: block_masks(cuda_anchors, cuda_documents, shape.block_size, kinds))
+    for mask, same in zip(masks, block_masks(anchors, documents, shape.block_size, kinds), strict=True):
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "q_num_blocks", "q_indices"):
+            assert torch.equal(getattr(mask, name).cpu(), getattr(same, name)), name
+        assert torch.equal(mask.full_q_indices.cpu(), same.full_q_indices)
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 1000, documents.shape, generator=generator)

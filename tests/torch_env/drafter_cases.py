@@ -60,3 +60,12 @@ def anchors_at(rows: list[list[int | None]]) -> Anchors:
         torch.tensor([[0 if t is None else t for t in row] for row in rows]),
         torch.tensor([[t is not None for t in row] for row in rows]),
     )
+
+
+# Shapes of tiny drafters with sliding layers, by name: what `tiny_shape` is given
+SLIDING: dict[str, dict[str, Any]] = {
+    "mixed": {"sliding_window": 12, "sliding_layers": (0, 1)},
+    "mixed, both directions": {"sliding_window": 12, "sliding_layers": (0, 2), "sliding_causal": False},
+    "all": {"sliding_window": 9, "sliding_layers": (0, 1, 2)},
+    "all, both directions": {"sliding_window": 8, "sliding_layers": (0, 1, 2), "sliding_causal": False},
+}

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 
 from draftflow.drafter.anchors import sample_anchors  # noqa: E402
-from draftflow.drafter.attention import attend, forbid_dense  # noqa: E402
-from draftflow.drafter.mask import allowed, block_mask  # noqa: E402
+from draftflow.drafter.attention import attend, attend_from_block, forbid_dense  # noqa: E402
+from draftflow.drafter.mask import FULL, Kind, allowed, block_mask, draft_mask  # noqa: E402
 from draftflow.errors import DraftflowError  # noqa: E402
 
 
@@ -30,26 +30,36 @@ def slow_attention(q, k, v, mask):
     return out
 
 
-@pytest.mark.parametrize("block_size", [8, 10])
-def test_dense_and_sparse_attention_are_the_slow_one(block_size):
+@pytest.mark.parametrize(("block_size", "kind"), [(8, FULL), (10, FULL), (10, Kind(64, True)), (8, Kind(30))])
+def test_dense_and_sparse_attention_are_the_slow_one(block_size, kind):
     documents = document_ids([[120, 80], [90]], 200)
     anchors = sample_anchors(torch.ones_like(documents), documents, 100, torch.Generator().manual_seed(0))
     queries = 100 * block_size
     q = heads(2, 6, queries, 16)
     k, v = heads(2, 2, 200 + queries, 16, seed=1), heads(2, 2, 200 + queries, 16, seed=2)
-    dense = allowed(anchors, documents, block_size)
+    dense = allowed(anchors, documents, block_size, kind)
     expected = slow_attention(q, k, v, dense).float()
     # fp32 sums of up to 130 terms of order one
     torch.testing.assert_close(attend(q, k, v, dense), expected, rtol=0, atol=1e-5)
-    sparse = attend(q, k, v, block_mask(anchors, documents, block_size))
+    sparse = attend(q, k, v, block_mask(anchors, documents, block_size, kind))
     torch.testing.assert_close(sparse, expected, rtol=0, atol=1e-5)
 
 
-def test_without_a_mask_everything_is_seen():
+def test_drafting_sees_everything_or_what_its_mask_says():
     q, k, v = heads(1, 4, 5, 8), heads(1, 2, 9, 8, seed=1), heads(1, 2, 9, 8, seed=2)
-    everything = torch.ones(1, 1, 5, 9, dtype=torch.bool)
-    expected = slow_attention(q, k, v, everything).float()
-    torch.testing.assert_close(attend(q, k, v, None), expected, rtol=0, atol=1e-6)
+    everything, window = torch.ones(1, 1, 5, 9, dtype=torch.bool), draft_mask(4, 5, 5, True, q.device)
+    for mask, same in ((None, everything), (window, window)):
+        expected = slow_attention(q, k, v, same).float()
+        torch.testing.assert_close(attend_from_block(q, k, v, mask), expected, rtol=0, atol=1e-6)
+
+
+def test_more_rows_than_a_draft_block_has_are_refused_on_a_gpu():
+    with FakeTensorMode():
+        k = torch.empty(1, 2, 8192, 64, device="cuda")
+        block, many = (torch.empty(1, 4, rows, 64, device="cuda") for rows in (16, 129))
+        assert attend_from_block(block, k, k, None).shape == block.shape
+        with pytest.raises(DraftflowError, match=r"\[1, 4, 129, 8192\] take 16,908,288 bytes"):
+            attend_from_block(many, k, k, None)
 
 
 def test_dense_mask_on_a_gpu_is_refused_with_its_bytes():

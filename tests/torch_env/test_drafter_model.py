@@ -4,12 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from drafter_cases import MASK_TOKEN, document_ids, position_ids, tiny_shape  # noqa: E402
+from drafter_cases import MASK_TOKEN, SLIDING, document_ids, position_ids, tiny_shape  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 from draftflow.drafter.anchors import block_inputs, sample_anchors  # noqa: E402
 from draftflow.drafter.checkpoint import expected_tensors, native_config  # noqa: E402
-from draftflow.drafter.mask import allowed, block_mask  # noqa: E402
+from draftflow.drafter.mask import Kind, allowed, block_mask, block_masks, kinds_of, layer_masks  # noqa: E402
 from draftflow.drafter.model import Drafter, Rope  # noqa: E402
 
 
@@ -34,14 +34,21 @@ class Case:
         )
         self.embeddings = embedding[tokens]
 
-    def run(self, drafter, features=None, embeddings=None, mask=None):
+    def run(self, drafter, features=None, embeddings=None, masks=None):
         return drafter(
             self.features if features is None else features,
             self.embeddings if embeddings is None else embeddings,
             self.positions,
             self.block_positions,
-            allowed(self.anchors, self.documents, self.shape.block_size) if mask is None else mask,
+            *(layer_masks(self.anchors, self.documents, self.shape) if masks is None else masks),
         )
+
+    def sparse_masks(self):
+        """The masks of the full and sliding layers as on a GPU."""
+        kinds = kinds_of(self.shape)
+        present = tuple(kind for kind in kinds if kind is not None)
+        made = iter(block_masks(self.anchors, self.documents, self.shape.block_size, present))
+        return [None if kind is None else next(made) for kind in kinds]
 
 
 def scattered(shape, seed=0):
@@ -72,9 +79,10 @@ def test_initial_weights_depend_on_the_generator_alone():
     assert first["norm.weight"].eq(1).all()
 
 
-def test_blocks_of_packed_rows_are_what_the_reference_drafts_one_by_one():
+@pytest.mark.parametrize("changes", [{}, *SLIDING.values()], ids=["full", *SLIDING])
+def test_blocks_of_packed_rows_are_what_the_reference_drafts_one_by_one(changes):
     model = pytest.importorskip("dflash.model")
-    shape = tiny_shape()
+    shape = tiny_shape(**changes)
     drafter, case = scattered(shape), Case(shape)
     reference = model.DFlashDraftModel(model.Qwen3Config(**native_config(shape, torch.float32))).eval()
     reference.load_state_dict(drafter.state_dict())
@@ -91,8 +99,9 @@ def test_blocks_of_packed_rows_are_what_the_reference_drafts_one_by_one():
             torch.testing.assert_close(hidden[row, slot], expected[0], rtol=1e-5, atol=1e-5)
 
 
-def test_drafting_with_a_cache_is_the_training_form():
-    shape = tiny_shape()
+@pytest.mark.parametrize("changes", [{}, *SLIDING.values()], ids=["full", *SLIDING])
+def test_drafting_with_a_cache_is_the_training_form(changes):
+    shape = tiny_shape(**changes)
     drafter, case = scattered(shape), Case(shape, count=12)
     blocks = case.embeddings.unflatten(1, (-1, shape.block_size))
     cache, known = drafter.new_cache(), 0
@@ -106,6 +115,9 @@ def test_drafting_with_a_cache_is_the_training_form():
             drafted = drafter.draft(case.features[:1, known:anchor], blocks[:1, slot], positions, cache)
             torch.testing.assert_close(drafted[0], hidden[0, slot], rtol=1e-5, atol=1e-5)
             known = anchor
+            for layer, held in enumerate(cache):
+                assert held.length == (min(known, shape.sliding_window - 1) if layer in shape.sliding_layers else known)
+    assert known > 30  # beyond the windows
 
 
 @pytest.mark.parametrize(
@@ -170,6 +182,33 @@ def test_features_at_or_after_the_anchor_and_of_other_documents_do_not_reach_a_b
         expected = torch.zeros_like(reached)
         expected[row, :anchor] = case.documents[row, :anchor] == case.documents[row, anchor]
         assert torch.equal(reached, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_of_a_sliding_layer_is_reached_from_its_window_and_no_further(causal):
+    shape = tiny_shape(layers=1, sliding_window=10, sliding_layers=(0,), sliding_causal=causal)
+    drafter, case = scattered(shape), Case(shape, count=4)
+    inputs = case.features.clone().requires_grad_(), case.embeddings.clone().requires_grad_()
+    # the layer takes the embeddings as they are, so that they are reached through its own input
+    taken = []
+    drafter._run_layer = lambda layer, x, *rest: taken.append(x) or layer(x, *rest)
+    hidden = case.run(drafter, *inputs)
+    seen = allowed(case.anchors, case.documents, shape.block_size, Kind(10, causal))[:, 0]
+    for row in range(2):
+        for q in range(hidden.shape[1]):
+            reached = torch.autograd.grad(hidden[row, q].square().sum(), (inputs[0], taken[0]), retain_graph=True)
+            found = torch.cat([(gradient.abs().sum(-1) > 0) for gradient in reached], dim=1)
+            assert torch.equal(found[row], seen[row, q]), (row, q)
+            assert not found[1 - row].any()
+
+
+def test_a_layer_without_its_mask_is_refused():
+    shape = tiny_shape(**SLIDING["mixed"])
+    drafter, case = scattered(shape), Case(shape)
+    full, sliding = layer_masks(case.anchors, case.documents, shape)
+    for masks in ((full,), (full, None), (None, sliding)):
+        with pytest.raises(AssertionError, match="a layer without a mask"):
+            case.run(drafter, masks=masks)
 
 
 def test_changed_anchor_feature_changes_no_block_that_may_not_see_it():
@@ -240,9 +279,23 @@ def test_block_masks_of_other_steps_cause_no_other_graph(graphs):
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(3):
             case = Case(shape, seed=step)
-            sparse = case.run(compiled, mask=block_mask(case.anchors, case.documents, shape.block_size))
+            sparse = case.run(compiled, masks=[block_mask(case.anchors, case.documents, shape.block_size)])
             torch.testing.assert_close(sparse, case.run(drafter), rtol=1e-4, atol=1e-5)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize(("name", "number"), [("mixed", 2), ("all", 1)])
+def test_each_kind_of_layers_has_one_graph_that_serves_every_step(graphs, name, number):
+    shape = tiny_shape(**SLIDING[name])
+    drafter, compiled = Drafter(shape, seeded()), Drafter(shape, seeded())
+    compiled.compile_layers()
+    with torch.no_grad():
+        for step in range(3):
+            case = Case(shape, seed=step)
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                sparse = case.run(compiled, masks=case.sparse_masks())
+            torch.testing.assert_close(sparse, case.run(drafter), rtol=1e-4, atol=1e-5)
+            assert graphs() == number
 
 
 @pytest.mark.slow
@@ -259,5 +312,5 @@ def test_compiled_layers_are_the_eager_ones_on_cpus():
     for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3 * one.grad.abs().max(), msg=name)
     with torch.no_grad():
-        sparse = case.run(compiled, mask=block_mask(case.anchors, case.documents, shape.block_size))
+        sparse = case.run(compiled, masks=[block_mask(case.anchors, case.documents, shape.block_size)])
     torch.testing.assert_close(sparse, hidden[0], rtol=1e-4, atol=1e-5)

@@ -1,4 +1,5 @@
 """Attention of the drafter: flex_attention under a BlockMask, SDPA under a dense mask on CPUs; never dense on a GPU.
+Drafting, which attends from the few rows of one block, has its own way.
 
 flex_attention is block-sparse only when compiled. There are many ways in which a compiled call falls back to the dense
 one, most of them without an error; they all end in `math_attention`, which is why the guard
@@ -18,14 +19,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftflow.errors import DraftflowError
 
+MOST_DRAFT_ROWS = 128  # no draft block is longer
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> Tensor:
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
     """Grouped-query attention, scaled by head_dim ** -0.5.
 
     Args:
         q: [B, Hq, Q, D].
         k, v: [B, Hkv, KV, D], Hkv divides Hq.
-        mask: a BlockMask (call this from compiled code), a dense mask [B, 1, Q, KV] bool (CPU), or None: all is seen.
+        mask: a BlockMask (call this from compiled code), or a dense mask [B, 1, Q, KV] bool (CPU).
 
     Returns:
         [B, Hq, Q, D].
@@ -37,8 +40,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | None) -> 
         if q.is_cuda and not torch.compiler.is_compiling():
             raise _dense(q, k, "outside compiled code")
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    if mask is not None and q.is_cuda:
+    if q.is_cuda:
         raise _dense(q, k, "with a dense mask")
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def attend_from_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The same for drafting, on any device: one block of L rows, whose scores are L rows of a sequence and no more.
+
+    Args:
+        q: [B, Hq, L, D], L up to 128.
+        k, v: [B, Hkv, KV, D], of the context and the block.
+        mask: [1, 1, L, KV] bool, or None: all is seen.
+
+    Raises:
+        DraftflowError: more rows than a draft block has, on a GPU.
+    """
+    if q.is_cuda and q.shape[2] > MOST_DRAFT_ROWS:
+        raise _dense(q, k, "as if for drafting")
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 

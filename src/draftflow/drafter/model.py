@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftflow.drafter.attention import attend
+from draftflow.drafter.attention import attend, attend_from_block
+from draftflow.drafter.mask import draft_mask
 from draftflow.drafter.shape import DrafterShape
 
 
@@ -87,17 +88,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LayerCache:
-    """Keys and values of the context in one layer, for drafting block after block. The block's own are not kept."""
+    """Keys and values of the context in one layer, for drafting block after block. The block's own are not kept.
 
-    def __init__(self) -> None:
+    Args:
+        window: of a sliding layer, whose older context is dropped; a row of the next block sees window - 1 at most.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self.oldest = 0 if window is None else 1 - window  # where the kept part begins, from its end
         self.k: Tensor | None = None  # [B, Hkv, context, D]
         self.v: Tensor | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens of the context that it holds."""
+        return 0 if self.k is None else self.k.shape[2]
+
     def extend(self, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Take [new context | block] and return [whole context | block]; keep all but the last `block` of it."""
+        """Take [new context | block] and return [known context | block]; keep of it what is not the last `block`."""
         if self.k is not None and self.v is not None:
             k, v = torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2)
-        self.k, self.v = k[:, :, :-block], v[:, :, :-block]
+        self.k, self.v = (x[:, :, :-block][:, :, self.oldest :] for x in (k, v))
         return k, v
 
 
@@ -133,8 +144,11 @@ class Attention(nn.Module):
         v = self.heads(torch.cat([self.v_proj(context), self.v_proj(x)], dim=1)).transpose(1, 2)  # [B, Hkv, C + Q, D]
         q, k = rotate(q, cos[:, -rows:], sin[:, -rows:]), rotate(k, cos, sin)
         if cache is not None:
-            k, v = cache.extend(k, v, rows)
-        return self.o_proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+            return self.joined(attend_from_block(q, *cache.extend(k, v, rows), mask))
+        return self.joined(attend(q, k, v, mask))
+
+    def joined(self, heads: Tensor) -> Tensor:
+        return self.o_proj(heads.transpose(1, 2).flatten(2))  # [B, Q, H]
 
 
 class MLP(nn.Module):
@@ -212,7 +226,8 @@ class Drafter(nn.Module):
         """Compile the layers, as one graph that all of them share; nothing is compiled until the first forward.
 
         The graph depends on shapes, dtype, device and on whether gradients are taken, on no number of a layer and on
-        no content of a mask: with fixed shapes there is one compile for training and one for evaluation.
+        no content of a mask: with fixed shapes there is one compile for training and one for evaluation. A drafter with
+        both full and sliding layers has one graph for each kind under BlockMasks, whose predicates are compiled in.
         """
         self._run_layer = torch.compile(run_layer, dynamic=False, fullgraph=True)
 
@@ -222,7 +237,8 @@ class Drafter(nn.Module):
         block_embeddings: Tensor,
         context_positions: Tensor,
         block_positions: Tensor,
-        mask: BlockMask | Tensor,
+        mask: BlockMask | Tensor | None,
+        sliding_mask: BlockMask | Tensor | None = None,
     ) -> Tensor:
         """Hidden states of all draft blocks of packed rows, for training.
 
@@ -232,25 +248,31 @@ class Drafter(nn.Module):
                 flows to it. Neither of the two may be an inference tensor.
             context_positions: [B, S] integer, position in the document.
             block_positions: [B, N * block_size] integer.
-            mask: `mask.block_mask` (GPU, compiled) or `mask.allowed` (CPU).
+            mask: of the full layers, `mask.block_mask` (GPU, compiled) or `mask.allowed` (CPU).
+            sliding_mask: the same of the sliding layers; `mask.layer_masks` makes both.
 
         Returns:
             [B, N * block_size, H], normed, in the dtype of `features`.
         """
+        masks = [sliding_mask if number in self.shape.sliding_layers else mask for number in range(len(self.layers))]
+        assert all(one is not None for one in masks), "a layer without a mask"
         context = self.hidden_norm(self.fc(features))
         # Later layers get an x that needs a gradient. A first layer whose x needs none would be a second graph.
         x = block_embeddings.to(features.dtype).detach().requires_grad_(torch.is_grad_enabled())
         cos, sin = self.rope(torch.cat([context_positions, block_positions], dim=1), features.dtype)
-        for layer in self.layers:
-            x = self._run_layer(layer, x, context, cos, sin, mask)
+        for layer, one in zip(self.layers, masks, strict=True):
+            x = self._run_layer(layer, x, context, cos, sin, one)
         return self.norm(x)
 
     def new_cache(self) -> list[LayerCache]:
         """An empty cache for `draft`."""
-        return [LayerCache() for _ in self.layers]
+        window, sliding = self.shape.sliding_window, self.shape.sliding_layers
+        return [LayerCache(window if number in sliding else None) for number in range(len(self.layers))]
 
     def draft(self, features: Tensor, block_embeddings: Tensor, positions: Tensor, cache: list[LayerCache]) -> Tensor:
-        """Hidden states of one draft block per sequence, for inference; the block sees the whole context and itself.
+        """Hidden states of one draft block per sequence, for inference.
+
+        The block sees the whole context and itself in a full layer, in a sliding layer what its window leaves of them.
 
         Args:
             features: [B, C, taps * H], of the tokens that came after the cached ones and before the anchor.
@@ -264,6 +286,10 @@ class Drafter(nn.Module):
         context = self.hidden_norm(self.fc(features))
         x = block_embeddings.to(features.dtype)
         cos, sin = self.rope(positions, features.dtype)
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer(x, context, cos, sin, None, layer_cache)
+        sliding, window, sliding_mask = self.shape.sliding_layers, self.shape.sliding_window, None
+        if window is not None:
+            known = cache[sliding[0]].length + features.shape[1]
+            sliding_mask = draft_mask(known, x.shape[1], window, self.shape.sliding_causal, x.device)
+        for number, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
+            x = layer(x, context, cos, sin, sliding_mask if number in sliding else None, layer_cache)
         return self.norm(x)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftflow.drafter.loss import Dpace, head_loss_and_gradient
-from draftflow.drafter.mask import allowed, block_mask
+from draftflow.drafter.mask import layer_masks
 from draftflow.drafter.model import Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.target.load import Target
@@ -110,11 +110,10 @@ class Step:
 
     def _hidden(self, batch: Batch, features: Tensor) -> Tensor:
         """Hidden states of all block positions, [B * N * Bk, H]."""
-        make_mask = block_mask if self.device.type == "cuda" else allowed
-        mask = make_mask(batch.anchors, batch.document_ids, self.plan.block_size)
+        masks = layer_masks(batch.anchors, batch.document_ids, self.drafter.shape)
         embeddings = F.embedding(batch.block_tokens, self.target.embed_weight)
         taps = self.drafter.fc.weight.shape[1]
-        hidden = self.drafter(features[..., :taps], embeddings, batch.position_ids, batch.block_positions, mask)
+        hidden = self.drafter(features[..., :taps], embeddings, batch.position_ids, batch.block_positions, *masks)
         return hidden.flatten(0, 1)
 
     def _loss(self, batch: Batch, hidden: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
