@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from drafter_cases import tiny_shape  # noqa: E402
+from drafter_cases import SLIDING, tiny_shape  # noqa: E402
 from safetensors.torch import load_file, safe_open, save_file  # noqa: E402
 
 from draftflow.drafter.checkpoint import expected_tensors, export, load, native_config, shape_of  # noqa: E402
@@ -22,7 +22,10 @@ def test_five_layers_make_58_tensors():
     assert len(expected_tensors(tiny_shape(layers=5))) == 58
 
 
-@pytest.mark.parametrize("changes", [{}, {"rope_parameters": YARN}, {"eos_token_ids": (2, 7)}, {"bos_token_id": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rope_parameters": YARN}, {"eos_token_ids": (2, 7)}, {"bos_token_id": None}, *SLIDING.values()],
+)
 def test_config_gives_the_shape_back(changes):
     shape = tiny_shape(**changes)
     assert shape_of(json.loads(json.dumps(native_config(shape)))) == shape
@@ -38,6 +41,43 @@ def test_config_says_what_servers_read():
     assert config["rope_theta"] == 1e6
     assert config["rope_scaling"] == {name: value for name, value in YARN.items() if name != "rope_theta"}
     assert native_config(tiny_shape())["rope_scaling"] is None
+
+
+def inferred(config, layer, knows_is_causal=True):
+    """Window and causality that a server takes from a config: what is said of all layers, else by the layer's type."""
+    sliding = config["layer_types"][layer] == "sliding_attention"
+    causal = config.get("is_causal") if knows_is_causal else None
+    if causal is None:
+        causal = config["dflash_config"].get("causal")
+    return config["sliding_window"] if sliding else None, sliding if causal is None else causal
+
+
+@pytest.mark.parametrize("changes", [{}, *SLIDING.values()], ids=["full", *SLIDING])
+@pytest.mark.parametrize("knows_is_causal", [True, False])
+def test_servers_infer_the_windows_and_causality_of_training(changes, knows_is_causal):
+    shape = tiny_shape(**changes)
+    config = native_config(shape)
+    for layer in range(shape.layers):
+        trained = (shape.sliding_window, shape.sliding_causal) if layer in shape.sliding_layers else (None, False)
+        assert inferred(config, layer, knows_is_causal) == trained
+    assert config["use_sliding_window"] is bool(shape.sliding_layers)
+
+
+def test_causality_is_explicit_unless_layers_differ_in_it():
+    found = {name: native_config(tiny_shape(**changes))["is_causal"] for name, changes in SLIDING.items()}
+    assert found == {"mixed": None, "mixed, both directions": False, "all": True, "all, both directions": False}
+
+
+@pytest.mark.parametrize("changes", SLIDING.values(), ids=SLIDING)
+def test_reference_implementation_reads_windows_and_causality(tmp_path, changes):
+    model = pytest.importorskip("dflash.model")
+    one = drafter(**changes)
+    export(one, tmp_path, torch.float32)
+    reference = model.DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    for number, layer in enumerate(reference.layers):
+        attention, slides = layer.self_attn, number in one.shape.sliding_layers
+        assert attention.sliding_window == (one.shape.sliding_window if slides else None)
+        assert attention.is_causal is (slides and one.shape.sliding_causal)
 
 
 def test_export_and_load_give_the_same_drafter(tmp_path):

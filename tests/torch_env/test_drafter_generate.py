@@ -6,14 +6,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from drafter_cases import tiny_shape  # noqa: E402
+from drafter_cases import SLIDING, tiny_shape  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from draftflow.drafter.anchors import block_inputs, sample_anchors  # noqa: E402
 from draftflow.drafter.checkpoint import export  # noqa: E402
 from draftflow.drafter.generate import generate, greedy, margin_at  # noqa: E402
 from draftflow.drafter.loss import block_targets, even_chunks, head_loss, loss_weights  # noqa: E402
-from draftflow.drafter.mask import allowed  # noqa: E402
+from draftflow.drafter.mask import layer_masks  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 
 NEW = 40
@@ -38,18 +38,16 @@ def target():
     return SimpleNamespace(model=model, embed_weight=weight, head_weight=model.get_output_embeddings().weight)
 
 
-def prompts(count, seed=1):
+def prompts(count, seed=1, lengths=(3, 12)):
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randint(0, 90, (int(torch.randint(3, 12, (1,), generator=generator)),), generator=generator).tolist()
+        torch.randint(0, 90, (int(torch.randint(*lengths, (1,), generator=generator)),), generator=generator).tolist()
         for _ in range(count)
     ]
 
 
-@pytest.fixture(scope="module")
-def trained(target):
+def train(target, shape):
     """A drafter after some steps on the target's own greedy continuations, with the training form and loss."""
-    shape = tiny_shape(layers=2)
     drafter = Drafter(shape, torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
@@ -64,8 +62,8 @@ def trained(target):
         anchors = sample_anchors(loss_mask, documents, 6, generator)
         tokens, block_positions = block_inputs(input_ids, positions, anchors, shape.block_size, shape.mask_token_id)
         labels, supervised = block_targets(input_ids, loss_mask, documents, anchors, shape.block_size)
-        mask = allowed(anchors, documents, shape.block_size)
-        hidden = drafter(features, F.embedding(tokens, target.embed_weight), positions, block_positions, mask)
+        masks = layer_masks(anchors, documents, shape)
+        hidden = drafter(features, F.embedding(tokens, target.embed_weight), positions, block_positions, *masks)
         weights = (loss_weights(shape.block_size, 4.0) * supervised).flatten()
         chunks = even_chunks(labels.numel(), 512)
         loss, _, _ = head_loss(hidden.flatten(0, 1), target.head_weight, labels.flatten(), weights, chunks)
@@ -73,6 +71,11 @@ def trained(target):
         optimizer.step()
         optimizer.zero_grad()
     return drafter.eval()
+
+
+@pytest.fixture(scope="module")
+def trained(target):
+    return train(target, tiny_shape(layers=2))
 
 
 @pytest.fixture(params=["random", "trained"])
@@ -147,6 +150,40 @@ def test_reference_implementation_generates_the_same_blocks(target, drafter, wit
         theirs = model.dflash_generate(reference, target.model, torch.tensor([prompt]), NEW, stop, return_stats=True)
         assert ours.tokens == theirs.output_ids[0, len(prompt) :].tolist()
         assert ours.acceptance_lengths == theirs.acceptance_lengths
+
+
+def drafted(target, run):
+    """What `run` gives, and the blocks that it had the target judge."""
+    judged = []
+    hook = target.model.register_forward_pre_hook(lambda _, inputs: judged.append(inputs[0][0].tolist()))
+    try:
+        return run(), judged
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", ["trained", *SLIDING])
+def test_reference_implementation_drafts_the_same_tokens_with_sliding_layers(target, name, tmp_path, monkeypatch):
+    model = pytest.importorskip("dflash.model")
+    monkeypatch.setattr(model, "_cuda_time", lambda: 0.0)
+    if name == "trained":
+        drafter = train(target, tiny_shape(layers=2, sliding_window=10, sliding_layers=(0,)))
+    else:
+        drafter = Drafter(tiny_shape(**SLIDING[name]), torch.Generator().manual_seed(0))
+    export(drafter, tmp_path, torch.float32)
+    reference = model.DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True).eval()
+    for prompt in prompts(2, seed=11, lengths=(16, 40)) + prompts(1, seed=11):
+        ours, our_blocks = drafted(target, lambda: generate(drafter, target, prompt, 24, []))  # noqa: B023
+        ids = torch.tensor([prompt])
+        theirs, their_blocks = drafted(
+            target,
+            lambda: model.dflash_generate(reference, target.model, ids, 24, [], return_stats=True),  # noqa: B023
+        )
+        assert our_blocks == their_blocks
+        assert ours.tokens == theirs.output_ids[0, len(prompt) :].tolist() == greedy(target, prompt, 24, [])
+        assert ours.acceptance_lengths == theirs.acceptance_lengths
+        if name == "trained":
+            assert max(ours.acceptance_lengths) > 1
 
 
 def test_margin_is_the_gap_of_the_two_best_logits(target):

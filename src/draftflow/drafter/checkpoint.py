@@ -23,8 +23,15 @@ def native_config(shape: DrafterShape, dtype: torch.dtype = torch.bfloat16) -> d
     """`config.json` of a drafter: a Qwen3 config with what DFlash adds.
 
     RoPE stands in it twice, as transformers 5 writes it and as older loaders read it; the block size twice as well.
-    `is_causal` is explicit because servers let it override what they infer from layer types.
+
+    `is_causal` holds for all layers, and where it is null servers take sliding layers for causal and full ones for
+    not. So it is explicit where that is one answer, and null where causal sliding layers stand beside full ones.
+    `dflash_config.causal` says the same to servers that do not know `is_causal`.
     """
+    sliding = shape.sliding_layers
+    causal: bool | None = False
+    if sliding and shape.sliding_causal:
+        causal = True if len(sliding) == shape.layers else None
     scaling = {key: value for key, value in shape.rope_parameters.items() if key != "rope_theta"}
     eos = list(shape.eos_token_ids)
     return {
@@ -36,9 +43,10 @@ def native_config(shape: DrafterShape, dtype: torch.dtype = torch.bfloat16) -> d
             "block_size": shape.block_size,
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
+            **({} if causal is None else {"causal": causal}),
         },
         "num_target_layers": shape.num_target_layers,
-        "is_causal": False,
+        "is_causal": causal,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.layers,
@@ -52,9 +60,9 @@ def native_config(shape: DrafterShape, dtype: torch.dtype = torch.bfloat16) -> d
         "rope_parameters": dict(shape.rope_parameters),
         "rope_theta": shape.rope_theta,
         "rope_scaling": None if shape.rope_parameters["rope_type"] == "default" else scaling,
-        "layer_types": ["full_attention"] * shape.layers,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "layer_types": [f"{'sliding' if i in sliding else 'full'}_attention" for i in range(shape.layers)],
+        "sliding_window": shape.sliding_window,
+        "use_sliding_window": bool(sliding),
         "max_window_layers": shape.layers,
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -68,6 +76,7 @@ def native_config(shape: DrafterShape, dtype: torch.dtype = torch.bfloat16) -> d
 def shape_of(config: dict[str, Any]) -> DrafterShape:
     """The shape that `native_config` wrote."""
     eos = config["eos_token_id"]
+    sliding = tuple(i for i, kind in enumerate(config["layer_types"]) if kind == "sliding_attention")
     return DrafterShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -85,6 +94,9 @@ def shape_of(config: dict[str, Any]) -> DrafterShape:
         num_target_layers=config["num_target_layers"],
         bos_token_id=config["bos_token_id"],
         eos_token_ids=tuple([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        sliding_window=config["sliding_window"],
+        sliding_layers=sliding,
+        sliding_causal=not sliding or config["is_causal"] is not False,
     )
 
 
