@@ -14,7 +14,7 @@ from draftflow.checks.result import add_checks, read_checks  # noqa: E402
 from draftflow.checks.taps import features_check, layers_check, tap_error  # noqa: E402
 from draftflow.drafter import checkpoint  # noqa: E402
 from draftflow.drafter.generate import Generation  # noqa: E402
-from draftflow.drafter.mask import allowed  # noqa: E402
+from draftflow.drafter.mask import FULL, Kind, allowed  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 from draftflow.drafter.shape import DrafterShape  # noqa: E402
 from draftflow.errors import DraftflowError  # noqa: E402
@@ -178,17 +178,32 @@ def test_without_dflash_the_reference_is_not_run(exported, drafter, target, feat
     assert check.explanation.startswith("not run:")
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_pypi_dflash_makes_the_same_proposals_with_sliding_layers(target, features, row, causal, tmp_path):
+    pytest.importorskip("dflash.model")
+    settings = {**SETTINGS, "sliding_window": 6, "sliding_causal": causal}
+    shape = DrafterShape.from_target(target.description, settings)
+    checkpoint.export(Drafter(shape, torch.Generator().manual_seed(0)), tmp_path)
+    ours = checkpoint.load(tmp_path, "cpu", torch.float32)
+    assert weights.reference_check(tmp_path, ours, target, features, row).passed is True
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert weights.config_check(config, shape).passed is True
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": 7}))
+    assert weights.reference_check(tmp_path, ours, target, features, row).passed is False
+
+
 def mask_outcomes(drafter, target, features, row, visibility):
     found = mask_checks(drafter, target.embed_weight, features, row, visibility)
     return {check.check: check.passed for check in found}
 
 
-def dense(change):
-    """`allowed` with a fault planted in it."""
+def dense(change, kinds=("full", "sliding")):
+    """`allowed` with a fault planted in the masks of these kinds of layers."""
 
-    def visibility(anchors, document_ids, block_size):
-        mask = allowed(anchors, document_ids, block_size)
-        change(mask, anchors, document_ids, block_size)
+    def visibility(anchors, document_ids, block_size, kind=FULL):
+        mask = allowed(anchors, document_ids, block_size, kind)
+        if ("full" if kind == FULL else "sliding") in kinds:
+            change(mask, anchors, document_ids, block_size)
         return mask
 
     return visibility
@@ -226,6 +241,49 @@ def test_a_mask_that_shows_too_much_fails(drafter, target, features, row, fault)
 def test_a_mask_that_shows_no_context_fails(drafter, target, features, row):
     outcomes = mask_outcomes(drafter, target, features, row, dense(sees_no_context))
     assert outcomes == {"mask_leak": True, "mask_reach": False}
+
+
+BOTH = {"mask_leak": True, "mask_reach": True, "mask_leak_sliding": True, "mask_reach_sliding": True}
+
+
+def sliding_drafter(target, **changes):
+    settings = {**SETTINGS, "layers": 3, "sliding_window": 6, **changes}
+    return Drafter(DrafterShape.from_target(target.description, settings), torch.Generator().manual_seed(0)).eval()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_masks_of_full_and_sliding_layers_leak_nothing(target, features, row, causal):
+    drafter = sliding_drafter(target, sliding_causal=causal)
+    assert mask_outcomes(drafter, target, features, row, None) == BOTH
+    alone = sliding_drafter(target, sliding_causal=causal, sliding_layers=[0, 1, 2])
+    assert mask_outcomes(alone, target, features, row, None) == {"mask_leak": True, "mask_reach": True}
+
+
+def window_of(window, causal=True):
+    """The mask of training, but for another window or causality in the sliding layers."""
+    return lambda anchors, documents, size, kind=FULL: allowed(
+        anchors, documents, size, kind if kind == FULL else Kind(window, causal)
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [window_of(7), window_of(None), window_of(6, causal=False), dense(sees_anchor, ["sliding"])],
+    ids=["a token wider", "no window", "both directions", "the anchor"],
+)
+def test_a_sliding_mask_that_shows_too_much_fails(target, features, row, fault):
+    outcomes = mask_outcomes(sliding_drafter(target), target, features, row, fault)
+    assert outcomes["mask_leak_sliding"] is False
+    alone = sliding_drafter(target, sliding_layers=[0, 1, 2])
+    assert mask_outcomes(alone, target, features, row, fault)["mask_leak"] is False
+
+
+def test_faults_of_one_kind_of_mask_are_told_from_those_of_the_other(target, features, row):
+    drafter = sliding_drafter(target)
+    outcomes = mask_outcomes(drafter, target, features, row, dense(sees_anchor, ["full"]))
+    assert outcomes == BOTH | {"mask_leak": False}
+    outcomes = mask_outcomes(drafter, target, features, row, dense(sees_no_context, ["sliding"]))
+    assert outcomes == BOTH | {"mask_reach_sliding": False}
 
 
 def test_a_drafter_that_gives_no_numbers_fails(drafter, target, features, row):

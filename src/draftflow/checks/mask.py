@@ -4,6 +4,10 @@ A block may see the context features of its own document before its anchor, its 
 a few blocks everything else is changed: features at and after the anchor and of other documents, and every token but
 the anchor. The block's output must stay. And where a feature that it may see is changed, its output must change:
 otherwise the first finding would say nothing.
+
+Sliding layers see less: of the context what lies in the window of the block's first row, and of the block, where they
+are causal, no later row. A full layer beside them hides that from the output, so that their mask is looked at a second
+time, alone, given to every layer.
 """
 
 from collections.abc import Callable
@@ -15,13 +19,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from draftflow.checks.result import Check
 from draftflow.drafter.anchors import Anchors, block_inputs, sample_anchors
-from draftflow.drafter.mask import allowed, block_mask
+from draftflow.drafter.mask import kinds_of, layer_masks
 from draftflow.drafter.model import Drafter
 
 LIMIT = 1e-6  # of the output's largest value; masked weights are exactly 0, so that the rest is rounding
 BLOCKS = 4
 
-Visibility = Callable[[Anchors, Tensor, int], BlockMask | Tensor]
+Visibility = Callable[..., BlockMask | Tensor]
 
 
 @torch.no_grad()
@@ -30,9 +34,10 @@ def leak(
     embed_weight: Tensor,
     features: Tensor,
     row: dict[str, Tensor],
-    visibility: Visibility,
+    visibility: Visibility | None = None,
     batch: tuple[int, int] = (BLOCKS, BLOCKS),
     seed: int = 0,
+    sliding_alone: bool = False,
 ) -> tuple[float, int, int]:
     """How much of the output of a few blocks depends on what they must not see.
 
@@ -41,10 +46,12 @@ def leak(
         embed_weight: [V, H], the target's embedding.
         features: [S, taps * H] of the row, in the precision of the computation.
         row: `input_ids`, `document_ids`, `position_ids` and `loss_mask`, [S] each.
-        visibility: the mask of training, `mask.allowed` or `mask.block_mask`.
+        visibility: called as `mask.allowed` or `mask.block_mask` for the mask of the full layers, and with their kind
+            for that of the sliding layers; None: the masks of training.
         batch: rows, and anchors per row, that the drafter is given at a time. With those of the plan, compiled layers
             run the code of training.
         seed: of the anchors and of what is put in place of the features and tokens.
+        sliding_alone: give every layer the mask of the sliding ones.
 
     Returns:
         largest change of a block's output over the largest output; how many blocks do not react to the feature just
@@ -69,19 +76,34 @@ def leak(
         row[name].to(device).long().expand(copies, -1) for name in ("input_ids", "document_ids", "position_ids")
     )
     index = torch.arange(ids.shape[1], device=device)
+    full, sliding = kinds_of(drafter.shape)
+    kind = full if full is not None and not sliding_alone else sliding  # what bounds the output
+    assert kind is not None
     visible = (documents == documents.gather(1, at)) & (index < at)  # [copies, S]
+    if kind.window is not None:
+        visible &= index > at - kind.window
     features = features.expand(copies, -1, -1)
     noise = (torch.randn(features.shape, generator=generator).to(device) * features.std()).to(features.dtype)
     random_ids = torch.randint(embed_weight.shape[0], ids.shape, generator=generator).to(device)
-    mask = visibility(batch_anchors, documents[:rows], size)
+    if visibility is None:
+        masks = layer_masks(batch_anchors, documents[:rows], drafter.shape)
+    else:
+        masks = (
+            None if full is None else visibility(batch_anchors, documents[:rows], size),
+            None if sliding is None else visibility(batch_anchors, documents[:rows], size, sliding),
+        )
+    if sliding_alone:
+        masks = (masks[1], masks[1])
 
-    def own_output(features: Tensor, ids: Tensor) -> Tensor:
-        """[copies, size, H]: of copy j of the row, the output of its block."""
+    def own_output(features: Tensor, ids: Tensor, last_token: Tensor | None = None) -> Tensor:
+        """[copies, size, H]: of copy j of the row, the output of its block, with other tokens at the blocks' ends."""
         outputs = []
         for part in torch.arange(copies, device=device).split(rows):
             where = positions[part]
             tokens, block_positions = block_inputs(ids[part], where, batch_anchors, size, drafter.shape.mask_token_id)
-            hidden = drafter(features[part], F.embedding(tokens, embed_weight), where, block_positions, mask)
+            if last_token is not None:
+                tokens[:, size - 1 :: size] = last_token[part, None]
+            hidden = drafter(features[part], F.embedding(tokens, embed_weight), where, block_positions, *masks)
             outputs.append(hidden.unflatten(1, (-1, size))[torch.arange(rows, device=device), each[part]].float())
         return torch.cat(outputs)
 
@@ -91,7 +113,11 @@ def leak(
     )
     seen_changed = own_output(torch.where((index == at - 1)[:, :, None], noise, features), ids)
     scale = before.abs().max()
-    largest = ((hidden_changed - before).abs().max() / scale).item()
+    changes = (hidden_changed - before).abs().max()
+    if kind.causal:
+        earlier_rows = (own_output(features, ids, random_ids[:, 0]) - before)[:, :-1]
+        changes = torch.maximum(changes, earlier_rows.abs().max())
+    largest = (changes / scale).item()
     reactions = (seen_changed - before)[:blocks].abs().amax(dim=(1, 2)) / scale
     return largest, int((reactions <= LIMIT).sum()), blocks
 
@@ -104,25 +130,34 @@ def mask_checks(
     visibility: Visibility | None = None,
     batch: tuple[int, int] = (BLOCKS, BLOCKS),
 ) -> list[Check]:
-    """Two findings: nothing leaks, and what a block may see reaches it. Arguments as of `leak`."""
-    if visibility is None:
-        visibility = block_mask if features.is_cuda else allowed
-    largest, deaf, blocks = leak(drafter, embed_weight, features, row, visibility, batch)
+    """Two findings: nothing leaks, and what a block may see reaches it. Arguments as of `leak`.
+
+    A drafter with both kinds of layers has two more, of the mask of the sliding ones.
+    """
+    arguments = (drafter, embed_weight, features, row, visibility, batch)
+    found = _findings(leak(*arguments))
+    if None not in kinds_of(drafter.shape):
+        found += _findings(leak(*arguments, sliding_alone=True), "_sliding", ", under the sliding mask alone")
+    return found
+
+
+def _findings(measured: tuple[float, int, int], suffix: str = "", how: str = "") -> list[Check]:
+    largest, deaf, blocks = measured
     return [
         Check(
-            "mask_leak",
+            f"mask_leak{suffix}",
             blocks > 0 and largest <= LIMIT,
             largest,
             f"<= {LIMIT:g} of the output",
-            f"Change of the output of {blocks} draft blocks when everything that they must not see is changed.",
+            f"Change of the output of {blocks} draft blocks when everything that they must not see is changed{how}.",
             "drafter/mask.py and the labels of the training step",
         ),
         Check(
-            "mask_reach",
+            f"mask_reach{suffix}",
             blocks > 0 and deaf == 0,
             deaf,
             "0 blocks",
-            f"Of {blocks} draft blocks, those whose output does not react to the feature just before their anchor.",
+            f"Of {blocks} draft blocks, those that do not react to the feature just before their anchor{how}.",
             "drafter/mask.py, and fc and hidden_norm of the drafter",
         ),
     ]
