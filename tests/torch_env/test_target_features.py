@@ -1,14 +1,19 @@
+from functools import partial
+
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from tiny import TOKENS, make_target
+from tiny import TOKENS, make_config, make_target
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record
+from draftflow.target import attention
+from draftflow.target.attention import documents_of, packed, packed_attention
 from draftflow.target.features import FeatureExtractor, tap_layers
-from draftflow.target.load import load_target
+from draftflow.target.load import Target, load_target
 from draftflow.target.prepare import prepare
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,7 +38,7 @@ def load(folder, device="cpu", dtype=torch.float32):
     return load_target(folder, device, dtype)
 
 
-def packed(device="cpu"):
+def packed_rows(device="cpu"):
     """Two rows of 24: documents of 9 and 11 tokens with padding; one of 24. (ids, document ids, positions)."""
     ids = torch.randint(0, TOKENS, (2, 24), generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([[0] * 9 + [1] * 11 + [-1] * 4, [0] * 24])
@@ -71,7 +76,7 @@ def test_too_few_layers_for_the_taps_are_refused(layers, taps):
 @pytest.mark.parametrize("layer_ids", [[1, 2, 3, 4, 5], [0], [5, 2], [3, 7]])
 def test_features_equal_hidden_states_of_each_document_alone(prepared, kind, layer_ids, device):
     target = load(prepared[kind], device)
-    ids, documents, positions = packed(device)
+    ids, documents, positions = packed_rows(device)
     features = FeatureExtractor(target, layer_ids)(ids, documents, positions)
     expected = reference(target, ids, documents, layer_ids)
     real = documents >= 0
@@ -81,9 +86,28 @@ def test_features_equal_hidden_states_of_each_document_alone(prepared, kind, lay
     assert not features.requires_grad
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [1, 4, 10, 11, 30])  # within, at and beyond the documents of 9, 11 and 24 tokens
+def test_sliding_layers_see_their_window_of_each_document(window, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    kinds = ["full_attention", "sliding_attention"] * 4
+    config = AutoConfig.for_model(
+        **make_config("qwen3"), layer_types=kinds, sliding_window=window, use_sliding_window=True
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(device)
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, window] * 4
+    target = Target(model, {})
+    ids, documents, positions = packed_rows(device)
+    features = FeatureExtractor(target, [1, 6])(ids, documents, positions)
+    real = documents >= 0
+    assert (features[real] - reference(target, ids, documents, [1, 6])[real]).abs().max() < TOLERANCE
+
+
 def test_features_are_sensitive_to_the_layer(prepared):
     target = load(prepared["llama"])
-    ids, documents, positions = packed()
+    ids, documents, positions = packed_rows()
     off_by_one = reference(target, ids, documents, [2])
     difference = FeatureExtractor(target, [1])(ids, documents, positions) - off_by_one
     assert difference[documents >= 0].abs().max() > 100 * TOLERANCE
@@ -92,7 +116,7 @@ def test_features_are_sensitive_to_the_layer(prepared):
 def test_no_token_changes_what_another_document_or_an_earlier_token_sees(prepared):
     target = load(prepared["qwen3"])
     extract = FeatureExtractor(target, [1, 5])
-    ids, documents, positions = packed()
+    ids, documents, positions = packed_rows()
     before = extract(ids, documents, positions)
     changed = ids.clone()
     changed[0, 12] = (ids[0, 12] + 1) % TOKENS
@@ -109,12 +133,97 @@ def test_layers_after_the_last_tap_and_the_head_do_not_run(prepared):
     for index, layer in enumerate(target.model.model.layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
     target.model.lm_head.register_forward_hook(lambda *_: ran.append("head"))
-    FeatureExtractor(target, [1, 4])(*packed())
+    FeatureExtractor(target, [1, 4])(*packed_rows())
     assert ran == [0, 1, 2, 3, 4]
 
 
 def test_features_have_the_target_s_dtype(prepared):
     target = load(prepared["llama"], dtype=torch.bfloat16)
-    features = FeatureExtractor(target, [1, 4])(*packed())
+    features = FeatureExtractor(target, [1, 4])(*packed_rows())
     assert features.dtype == torch.bfloat16
     assert torch.isfinite(features).all()
+
+
+def test_padding_and_every_run_of_an_id_is_a_document():
+    _, documents, _ = packed_rows()
+    found = documents_of(documents, torch.device("cpu"))
+    assert found.bounds.tolist() == found.host_bounds.tolist() == [0, 9, 20, 24, 48]
+    assert found.bounds.dtype == torch.int32
+    assert found.longest == 24
+    assert documents_of(torch.zeros(3, 5), torch.device("cpu")).bounds.tolist() == [0, 5, 10, 15]
+
+
+def test_generation_keeps_its_own_attention(prepared):
+    target = load(prepared["llama"])
+    extract = FeatureExtractor(target, [1])
+    extract(*packed_rows())
+    assert target.model.config._attn_implementation == "sdpa"
+    with pytest.raises(IndexError):
+        extract(packed_rows()[0] + TOKENS * 2, *packed_rows()[1:])
+    assert target.model.config._attn_implementation == "sdpa"
+    with packed(target.model.config):
+        assert target.model.model.layers[0].self_attn.config._attn_implementation == "draftflow_packed"
+    assert target.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("wish", "word"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 24, 24)}, "a mask of its own"),
+        ({"softcap": 30.0}, "capped scores"),
+        ({"s_aux": torch.zeros(4)}, "sinks"),
+    ],
+)
+def test_attention_of_another_kind_is_refused(wish, word):
+    states = torch.randn(1, 4, 24, 16)
+    documents = documents_of(torch.zeros(1, 24), torch.device("cpu"))
+    with pytest.raises(DraftflowError, match=f"Linear wants {word}"):
+        packed_attention(
+            torch.nn.Linear(1, 1), states, states, states, **{"attention_mask": None, **wish}, documents=documents
+        )
+
+
+def test_scale_and_groups_are_the_layer_s():
+    query, key, value = torch.randn(2, 6, 24, 16), torch.randn(2, 3, 24, 16), torch.randn(2, 3, 24, 16)
+    _, ids, _ = packed_rows()
+    module, documents = torch.nn.Identity(), documents_of(ids, torch.device("cpu"))
+    found, _ = packed_attention(module, query, key, value, None, documents=documents, scaling=0.7)
+    seen = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(24, 24, dtype=torch.bool).tril()
+    scores = 0.7 * query @ key.repeat_interleave(2, dim=1).transpose(-1, -2)
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, dim=1)
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+
+
+def test_one_graph_serves_all_layers_and_documents(prepared):
+    target = load(prepared["qwen3"])
+    eager, compiled = FeatureExtractor(target, [1, 5]), FeatureExtractor(target, [1, 5])
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    run = torch.compile(lambda layer, hidden, **inputs: layer(hidden, **inputs), backend=backend, fullgraph=True)
+
+    def marked(layer, hidden, **inputs):
+        for bounds in inputs["documents"][:2]:
+            torch._dynamo.mark_dynamic(bounds, 0)
+        return run(layer, hidden, **inputs)
+
+    compiled._layers = [partial(marked, layer) for layer in compiled._layers]
+    ids, documents, positions = packed_rows()
+    expected = eager(ids, documents, positions)
+    assert torch.equal(compiled(ids, documents, positions), expected)
+    others = torch.tensor([[0] * 12 + [1] * 12, [0] * 8 + [1] * 8 + [2] * 8])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ids_of in (others, documents * 0, others.flip(1)):
+            assert torch.equal(compiled(ids, ids_of, positions), eager(ids, ids_of, positions))
+    assert len(graphs) == 1
+
+
+def test_the_kernel_of_this_torch_takes_what_it_is_given(monkeypatch):
+    monkeypatch.setattr(attention, "_flash_serves", lambda *_: True)
+    documents = documents_of(packed_rows()[1], torch.device("meta"))
+    query, key = torch.empty(48, 6, 64, device="meta"), torch.empty(48, 3, 64, device="meta")
+    assert attention._on_gpu(query, key, key, *documents, scale=0.1, window=8).shape == query.shape
