@@ -2,6 +2,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
 from drafter_cases import anchors_at, document_ids, position_ids  # noqa: E402
 
 from draftflow.drafter.anchors import block_inputs, sample_anchors  # noqa: E402
@@ -62,6 +63,79 @@ def test_same_seed_same_anchors_and_another_seed_others():
     first, again, other = (sample_anchors(mask, documents, 8, seeded(seed)).positions for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def drawn_per_document(lengths, count, per_document, draws=1, seed=0):
+    """[draws, documents]: how many anchors each document of one row got, all of whose tokens are supervised."""
+    documents = document_ids([lengths], sum(lengths) + 3).expand(draws, -1)
+    anchors = sample_anchors(torch.ones_like(documents), documents, count, seeded(seed), per_document)
+    assert (anchors.valid.sum(1) == anchors.valid.sum(1)[0]).all()
+    assert all((row[:-1] < row[1:]).all() for row in (p[v] for p, v in zip(*anchors, strict=True)))
+    found = torch.where(anchors.valid, documents.gather(1, anchors.positions), -1)
+    return torch.stack([(found == number).sum(1) for number in range(len(lengths))], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("per_document", "expected"), [(None, [9, 0, 2, 29]), (50, [9, 0, 2, 29]), (8, [8, 0, 2, 8]), (1, [1, 0, 1, 1])]
+)
+def test_every_document_gets_its_budget_where_the_row_has_slots(per_document, expected):
+    assert drawn_per_document([10, 1, 3, 30], 40, per_document).tolist() == [expected]
+    exact = sum(expected)  # no slot to spare
+    assert drawn_per_document([10, 1, 3, 30], exact, per_document).tolist() == [expected]
+
+
+@pytest.mark.parametrize("per_document", [None, 50, 7])
+def test_too_few_slots_are_shared_in_proportion_to_what_documents_want(per_document):
+    lengths, count, draws = [101, 41, 5, 2, 61], 16, 2000
+    wanted = np.minimum(np.array(lengths) - 1, per_document or 1000)  # the last token is no anchor
+    proportion = count * wanted / wanted.sum()
+    drawn = drawn_per_document(lengths, count, per_document, draws).numpy()
+    assert (drawn.sum(axis=1) == count).all()
+    assert (drawn >= np.floor(proportion)).all()
+    assert (drawn <= np.ceil(proportion)).all()
+    # a share is rounded down or up, so its deviation is at most 1/2 and that of the mean 0.011
+    assert np.abs(drawn.mean(axis=0) - proportion).max() < 0.05
+
+
+def test_each_token_of_a_document_is_as_likely_as_another():
+    lengths, count, draws = [31, 11, 6], 8, 4000
+    documents = document_ids([lengths], 50).expand(draws, -1)
+    anchors = sample_anchors(torch.ones_like(documents), documents, count, seeded(), per_document=15)
+    hits = anchors.positions.flatten().bincount(minlength=50).double() / draws
+    likely = []
+    for candidates, wanted in ((30, 15), (10, 10), (5, 5)):
+        likely += [count * wanted / 30 / candidates] * candidates + [0.0]  # the last token is no anchor
+    # deviation of a frequency is at most 0.008
+    assert (hits[:48] - torch.tensor(likely)).abs().max() < 0.035
+
+
+def test_anchors_of_a_document_are_its_candidates_of_the_highest_scores():
+    documents = document_ids([[30, 1, 25], [64], [8, 20, 20]], 64)
+    mask = torch.rand(3, 64, generator=seeded(1)) < 0.8
+    scores = torch.rand(3, 64, generator=seeded(2))  # what the sampling draws
+    anchors = sample_anchors(mask, documents, 12, seeded(2), 10)
+    for row, (positions, valid) in enumerate(zip(*anchors, strict=True)):
+        chosen, expected = positions[valid].tolist(), []
+        for number in range(3):
+            candidates = [
+                t
+                for t in range(63)
+                if documents[row, t] == documents[row, t + 1] == number and mask[row, t] and mask[row, t + 1]
+            ]
+            share = sum(documents[row, t].item() == number for t in chosen)
+            expected += sorted(candidates, key=lambda t: -scores[row, t])[:share]
+        assert chosen == sorted(expected)
+        assert len(chosen) == 12 - 2 * (row == 1)
+
+
+def test_a_row_s_anchors_depend_on_its_generator_alone():
+    mask, documents = torch.ones(3, 64), document_ids([[30, 20], [64], [10, 40]], 64)
+    together = sample_anchors(mask, documents, 12, [seeded(5), None, seeded(7)], 9)
+    for row, seed in ((0, 5), (2, 7)):
+        alone = sample_anchors(mask[:1], documents[row : row + 1], 12, seeded(seed), 9)
+        assert torch.equal(alone.positions[0], together.positions[row])
+        assert torch.equal(alone.valid[0], together.valid[row])
+    assert not together.valid[1].any()
 
 
 def test_block_inputs_are_the_anchor_and_masks_at_following_positions():
