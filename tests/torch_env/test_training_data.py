@@ -1,3 +1,6 @@
+from dataclasses import fields, replace
+from itertools import pairwise
+
 import pytest
 
 pytest.importorskip("torch")
@@ -5,9 +8,10 @@ pytest.importorskip("torch")
 import torch
 from training_cases import make_rows, make_settings
 
-from draftflow.drafter.loss import loss_weights
+from draftflow.drafter.anchors import block_inputs
+from draftflow.drafter.loss import block_targets, loss_weights
 from draftflow.errors import DraftflowError
-from draftflow.training.data import Batches, read_rows, row_at
+from draftflow.training.data import Batches, Rows, read_rows, row_at
 from draftflow.training.plan import make_plan
 
 SHAPE = {"block_size": 4, "vocab_size": 400, "mask_token_id": 384, "hidden_size": 64, "target_layer_ids": (1, 3)}
@@ -19,9 +23,23 @@ def rows(tmp_path):
     return read_rows(tmp_path / "rows.safetensors", 64)
 
 
-def batches(rows, rank=0, world_size=1, seed=0):
-    plan = make_plan(SHAPE, make_settings(), "cpu", world_size)
-    return Batches(plan, *rows, gamma=4.0, seed=seed, rank=rank, world_size=world_size)
+def batches(rows, rank=0, world_size=1, seed=0, anchors_per_document=None, **changes):
+    plan = replace(make_plan(SHAPE, make_settings(), "cpu", world_size), **changes)
+    return Batches(plan, *rows, 4.0, seed, rank, world_size, anchors_per_document)
+
+
+def rows_with_gaps(count=40):
+    """Rows of many documents in which supervision comes and goes, up to the row's last token."""
+    generator = torch.Generator().manual_seed(0)
+    documents = (torch.rand(count, 64, generator=generator) < 0.08).cumsum(1)
+    documents[::3, 50:] = -1
+    ids = torch.randint(0, 300, documents.shape, generator=generator)
+    begins = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    index = torch.arange(64).expand(count, -1)
+    positions = index - torch.where(begins, index, 0).cummax(1).values
+    mask = (torch.rand(documents.shape, generator=generator) < 0.85) & (documents >= 0)
+    mask[4] = False
+    return Rows("train", ids.int(), documents.int(), positions.int(), mask.to(torch.uint8))
 
 
 def test_every_epoch_visits_every_row_once_in_another_order():
@@ -72,6 +90,81 @@ def test_labels_are_the_tokens_behind_the_anchor_in_the_same_document(rows):
         assert batch.block_positions[row, slot * 4 + k] == batch.position_ids[row, anchor] + k
         assert batch.block_tokens[row, slot * 4 + k] == 384
     assert torch.equal(batch.weights, loss_weights(4, 4.0)[batch.offsets])
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 10, 16])
+def test_blocks_and_what_they_predict_equal_the_reference(block_size):
+    rows = rows_with_gaps()
+    source = batches((rows, rows), block_size=block_size, anchors=30)
+    seen = 0
+    for step in range(8):
+        batch = source.train(step)
+        mask = rows.loss_mask[list(batch.indices)]
+        tokens, positions = block_inputs(batch.input_ids, batch.position_ids, batch.anchors, block_size, 384)
+        labels, supervised = block_targets(batch.input_ids, mask, batch.document_ids, batch.anchors, block_size)
+        assert torch.equal(batch.block_tokens, tokens)
+        assert torch.equal(batch.block_positions, positions)
+        assert torch.equal(batch.supervised, supervised.flatten().nonzero().squeeze(1))
+        assert torch.equal(batch.labels, labels[supervised])
+        assert torch.equal(batch.offsets, torch.arange(block_size).expand_as(labels)[supervised])
+        seen += len(batch.labels)
+    assert seen > 8 * 4 * 10
+
+
+@pytest.mark.parametrize("loss_chunk", [1, 3, 4, 7, 20, 1000])
+def test_chunks_hold_whole_blocks_and_are_as_few_as_can_be(rows, loss_chunk):
+    batch = batches(rows, loss_chunk=loss_chunk).train(0)
+    blocks = (batch.supervised // 4).unique_consecutive(return_counts=True)[1].tolist()
+    assert max(blocks) == 3
+    assert batch.chunks[0] == 0
+    assert batch.chunks[-1] == len(batch.labels)
+    ends = torch.tensor(blocks).cumsum(0).tolist()
+    assert set(batch.chunks[1:]) <= set(ends)
+    assert all(0 < end - start <= max(loss_chunk, 3) for start, end in pairwise(batch.chunks))
+    fewest = [0]  # for the blocks so far, by trying every last chunk
+    for last in range(1, len(blocks) + 1):
+        fits = [first for first in range(last) if first == last - 1 or sum(blocks[first:last]) <= loss_chunk]
+        fewest.append(1 + min(fewest[first] for first in fits))
+    assert len(batch.chunks) - 1 == fewest[-1]
+
+
+def test_a_batch_without_blocks_has_no_chunks():
+    rows = rows_with_gaps()
+    nothing = replace(rows, loss_mask=torch.zeros_like(rows.loss_mask))
+    batch = batches((nothing, nothing)).train(0)
+    assert batch.chunks == (0,)
+    assert not batch.anchors.valid.any()
+    assert len(batch.supervised) == len(batch.labels) == len(batch.weights) == 0
+
+
+def test_documents_keep_to_their_budget(rows):
+    for limit, most in ((None, 8), (2, 2)):
+        batch = batches(rows, anchors_per_document=limit).train(0)
+        found = torch.where(batch.anchors.valid, batch.document_ids.gather(1, batch.anchors.positions), -1)
+        counts = torch.stack([(found == number).sum(1) for number in range(3)], dim=1)
+        assert counts.max() <= most
+        assert (counts[counts > 0] == 2).all() == (limit == 2)
+        # no document is left out
+        assert torch.equal((counts > 0).sum(1), batch.document_ids.amax(1) + 1)
+
+
+def test_a_batch_moves_as_one_piece_of_memory_and_keeps_its_documents_on_the_host(rows):
+    batch = batches(rows).train(0)
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    assert moved.host_document_ids is batch.host_document_ids
+    assert torch.equal(batch.host_document_ids, batch.document_ids)
+    assert moved.chunks == batch.chunks
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    tensors |= {f"anchors.{name}": value for name, value in tensors.pop("anchors")._asdict().items()}
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    assert len({value.untyped_storage().data_ptr() for value in tensors.values()}) == 1
+    for name, value in tensors.items():
+        holder = moved.anchors if name.startswith("anchors.") else moved
+        other = getattr(holder, name.removeprefix("anchors."))
+        assert (other.shape, other.dtype) == (value.shape, value.dtype), name
+        assert other.device.type == ("cpu" if name == "host_document_ids" else "meta"), name
+        assert value.dtype in (torch.int64, torch.bool, torch.float32), name
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

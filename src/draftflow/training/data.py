@@ -3,24 +3,32 @@
 All of it happens on the host, where the loss mask is known: the numbers of supervised positions are host integers, and
 nothing waits for the device. What a step sees depends on the seed and the number of the step alone, never on the number
 of devices or on what happened before, so a run that resumes, on any number of devices, continues as if never stopped.
+
+A batch is made by operations on whole arrays, in one piece of memory that one copy takes to the device. On one thread
+of a CPU, 32 rows of 2048 tokens with 256 blocks of 16 take 7 ms, one row of 3072 with 512 blocks 0.8 ms.
 """
 
-import bisect
 import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draftflow.drafter.anchors import Anchors, block_inputs, sample_anchors
-from draftflow.drafter.loss import block_targets, loss_weights
+from draftflow.drafter.anchors import Anchors, sample_anchors
+from draftflow.drafter.loss import loss_weights
 from draftflow.errors import DraftflowError
 from draftflow.training.plan import Plan
 
 TRAIN, HELD_OUT = "train", "held_out"
+ALIGNMENT = 64  # bytes, of a tensor's begin
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,8 @@ class Rows:
 
     Attributes:
         split: `train` or `held_out`.
-        input_ids, document_ids, position_ids: int64; document -1 is padding, positions restart at 0 per document.
-        loss_mask: bool, the tokens that the target wrote.
+        input_ids, document_ids, position_ids: int32; document -1 is padding, positions restart at 0 per document.
+        loss_mask: uint8, 1 for the tokens that the target wrote.
     """
 
     split: str
@@ -46,6 +54,8 @@ class Rows:
 def read_rows(path: Path, row_length: int) -> tuple[Rows, Rows]:
     """The training and the held-out rows of `rows.safetensors`.
 
+    They stay where they are: the file is mapped, so that the processes of a machine share one copy.
+
     Raises:
         DraftflowError: a split is empty, or rows are not of `row_length` tokens.
     """
@@ -53,8 +63,9 @@ def read_rows(path: Path, row_length: int) -> tuple[Rows, Rows]:
     with safe_open(path, "pt") as file:
         for split in (TRAIN, HELD_OUT):
             tensors = {name: file.get_tensor(f"{split}.{name}") for name in _TENSORS}
-            mask = tensors.pop("loss_mask").bool()
-            splits.append(Rows(split, **{name: tensor.long() for name, tensor in tensors.items()}, loss_mask=mask))
+            for tensor in tensors.values():
+                tensor.sum()  # reads it, so that no step waits for the disk
+            splits.append(Rows(split, **tensors))
     for rows in splits:
         if not len(rows):
             raise DraftflowError(f"There are no {rows.split} rows.", "Add prompts to dataset.sources.", str(path))
@@ -72,10 +83,10 @@ def rows_of_one_token(plan: Plan, count: int) -> Rows:
     shape = (count, plan.row_length)
     return Rows(
         TRAIN,
-        input_ids=torch.zeros(shape, dtype=torch.int64),
-        document_ids=torch.zeros(shape, dtype=torch.int64),
-        position_ids=torch.arange(plan.row_length).expand(shape).contiguous(),
-        loss_mask=torch.ones(shape, dtype=torch.bool),
+        input_ids=torch.zeros(shape, dtype=torch.int32),
+        document_ids=torch.zeros(shape, dtype=torch.int32),
+        position_ids=torch.arange(plan.row_length, dtype=torch.int32).expand(shape),
+        loss_mask=torch.ones(shape, dtype=torch.uint8),
     )
 
 
@@ -95,7 +106,9 @@ class Batch:
         labels: [M] int64, the token at that place.
         offsets: [M] int64, k: the place within the block, from 1.
         weights: [M] float32, w_k.
-        chunks: boundaries of the supervised rows that the loss takes at a time, from 0 to M; none cuts a block.
+        host_document_ids: document_ids, on the host wherever the rest is: the target's attention is planned from it.
+        chunks: 0 .. M, ascending: bounds of parts of the M positions that hold whole blocks each, as many as fit into
+            `plan.loss_chunk` (or one, if that is longer).
     """
 
     split: str
@@ -110,19 +123,29 @@ class Batch:
     labels: Tensor
     offsets: Tensor
     weights: Tensor
+    host_document_ids: Tensor
     chunks: tuple[int, ...]
 
     def to(self, device: torch.device) -> "Batch":
-        """This batch on `device`; copies to a GPU leave from pinned memory and are not waited for."""
+        """This batch on `device`; a copy to a GPU leaves from pinned memory and is not waited for."""
         if self.input_ids.device.type == device.type:
             return self
-        moved = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                moved[field.name] = value.pin_memory().to(device, non_blocking=True)
-        anchors = Anchors(*(part.pin_memory() for part in self.anchors)).to(device)
-        return replace(self, anchors=anchors, **moved)
+        memories: dict[int, Tensor] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in memories:
+                memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+                if device.type == "cuda" and not memory.is_pinned():
+                    memory = memory.pin_memory()
+                memories[storage.data_ptr()] = memory.to(device, non_blocking=True)
+            first = tensor.storage_offset() * tensor.itemsize
+            part = memories[storage.data_ptr()][first : first + tensor.nbytes]
+            return part.view(tensor.dtype).view(tensor.shape)
+
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host_document_ids"}
+        tensors = {name: moved(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, anchors=Anchors(*map(moved, self.anchors)), **tensors)
 
 
 class Batches:
@@ -134,12 +157,24 @@ class Batches:
         gamma: decay of the loss weights.
         seed: of the order of the rows and of the anchors.
         rank, world_size: which of how many devices this is.
+        anchors_per_document: most anchors of one document, or None.
     """
 
-    def __init__(self, plan: Plan, train: Rows, held_out: Rows, gamma: float, seed: int, rank: int, world_size: int):
+    def __init__(
+        self,
+        plan: Plan,
+        train: Rows,
+        held_out: Rows,
+        gamma: float,
+        seed: int,
+        rank: int,
+        world_size: int,
+        anchors_per_document: int | None = None,
+    ):
         self.plan, self.train_rows, self.held_out_rows = plan, train, held_out
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.loss_weights = loss_weights(plan.block_size, gamma)
+        self.anchors_per_document = anchors_per_document
+        self.loss_weights = loss_weights(plan.block_size, gamma).numpy()
 
     def train(self, step: int) -> Batch:
         """The batch of this device in `step` (from 0): its contiguous share of the rows of the step.
@@ -150,7 +185,8 @@ class Batches:
         first = (step * self.world_size + self.rank) * self.plan.rows
         stream = range(first, first + self.plan.rows)
         indices = tuple(row_at(place, len(self.train_rows), self.seed) for place in stream)
-        return self._batch(self.train_rows, indices, [_generator(self.seed, "anchors", place) for place in stream])
+        generators = [_generator(self.seed, "anchors", place) for place in stream]
+        return self._batch(self.train_rows, indices, generators, pin=self.plan.device_kind == "cuda")
 
     def held_out(self) -> list[Batch]:
         """This device's share of all held-out rows, the same anchors every time.
@@ -168,54 +204,88 @@ class Batches:
         generators = [_generator(self.seed, "held-out anchors", index) if index < total else None for index in indices]
         return self._batch(self.held_out_rows, tuple(min(index, total - 1) for index in indices), generators)
 
-    def _batch(self, rows: Rows, indices: tuple[int, ...], generators: list[torch.Generator | None]) -> Batch:
-        plan, pick = self.plan, torch.tensor(indices)
-        input_ids, document_ids = rows.input_ids[pick], rows.document_ids[pick]
-        position_ids, loss_mask = rows.position_ids[pick], rows.loss_mask[pick]
-        drawn = [
-            sample_anchors(loss_mask[i : i + 1], document_ids[i : i + 1], plan.anchors, generator)
-            if generator is not None
-            else Anchors(
-                torch.zeros(1, plan.anchors, dtype=torch.int64), torch.zeros(1, plan.anchors, dtype=torch.bool)
-            )
-            for i, generator in enumerate(generators)
-        ]
-        anchors = Anchors(*(torch.cat(parts) for parts in zip(*drawn, strict=True)))
-        block_tokens, block_positions = block_inputs(
-            input_ids, position_ids, anchors, plan.block_size, plan.drafter["mask_token_id"]
-        )
-        labels, is_supervised = block_targets(input_ids, loss_mask, document_ids, anchors, plan.block_size)
-        supervised = is_supervised.flatten().nonzero().squeeze(1)
-        offsets = supervised % plan.block_size
+    def _batch(
+        self,
+        rows: Rows,
+        indices: tuple[int, ...],
+        generators: Sequence[torch.Generator | None],
+        pin: bool = False,
+    ) -> Batch:
+        plan, pick = self.plan, np.array(indices)
+        ids, documents, positions, mask = (getattr(rows, name).numpy()[pick] for name in _TENSORS)
+        anchors = sample_anchors(mask, documents, plan.anchors, generators, self.anchors_per_document)
+        at = anchors.positions.numpy() + np.arange(len(pick))[:, None] * plan.row_length  # [B, N], into all rows
+        reach = np.minimum(_supervised_after(mask, documents, at), plan.block_size - 1) * anchors.valid.numpy()
+        counts = reach.ravel()  # of block j, the positions k = 1 .. counts[j] are supervised
+        total = int(counts.sum())
+
+        blocks = (*at.shape, plan.block_size)
+        shapes = dict.fromkeys(("input_ids", "document_ids", "position_ids"), ids.shape)
+        shapes |= dict.fromkeys(("block_tokens", "block_positions"), blocks)
+        shapes |= dict.fromkeys(("supervised", "labels", "offsets", "weights"), (total,))
+        shapes |= dict.fromkeys(("anchors", "valid"), at.shape)
+        tensors = _together(shapes, {"weights": torch.float32, "valid": torch.bool}, pin)
+        to = {name: tensor.numpy() for name, tensor in tensors.items()}
+        to["input_ids"][:], to["document_ids"][:], to["position_ids"][:] = ids, documents, positions
+        to["anchors"][:], to["valid"][:] = anchors.positions, anchors.valid
+        to["block_tokens"].fill(plan.drafter["mask_token_id"])
+        to["block_tokens"][:, :, 0] = ids.ravel()[at]
+        np.add(positions.ravel()[at][:, :, None], np.arange(plan.block_size), out=to["block_positions"])
+        block = np.repeat(np.arange(counts.size), counts)  # of each supervised position
+        before = np.cumsum(counts) - counts
+        np.subtract(np.arange(1, total + 1), before[block], out=to["offsets"])
+        np.add(block * plan.block_size, to["offsets"], out=to["supervised"])
+        to["labels"][:] = ids.ravel()[at.ravel()[block] + to["offsets"]]
+        np.take(self.loss_weights, to["offsets"], out=to["weights"])
         return Batch(
             split=rows.split,
             indices=indices,
-            input_ids=input_ids,
-            document_ids=document_ids,
-            position_ids=position_ids,
-            anchors=anchors,
-            block_tokens=block_tokens,
-            block_positions=block_positions,
-            supervised=supervised,
-            labels=labels.flatten()[supervised],
-            offsets=offsets,
-            weights=self.loss_weights[offsets],
-            chunks=chunks_of(offsets, plan.loss_chunk),
+            anchors=Anchors(tensors.pop("anchors"), tensors.pop("valid")),
+            block_tokens=tensors.pop("block_tokens").flatten(1),
+            block_positions=tensors.pop("block_positions").flatten(1),
+            host_document_ids=tensors["document_ids"],
+            chunks=_chunks(np.cumsum(counts).tolist(), plan.loss_chunk),
+            **tensors,
         )
 
 
-def chunks_of(offsets: Tensor, size: int) -> tuple[int, ...]:
-    """Boundaries, from 0, of the fewest chunks of at most `size` rows that cut no block.
+def _supervised_after(mask: np.ndarray, documents: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """How many tokens behind each of the places `at` are supervised, of its document, and not interrupted.
 
     Args:
-        offsets: [M] int64 on the host, k of each row, from 1 in each block.
-        size: at least the longest block.
+        mask, documents: [B, S].
+        at: into the rows laid end to end.
     """
-    ends = [*(offsets == 1).nonzero().flatten().tolist()[1:], len(offsets)]
+    stops = np.ones(mask.shape, bool)  # tokens at which a block that comes from the left ends
+    stops[:, 1:] = (mask[:, 1:] == 0) | (documents[:, 1:] != documents[:, :-1])
+    stops = stops.ravel()
+    next_stop = np.append(np.flatnonzero(stops), stops.size)[np.cumsum(stops)]  # behind each token
+    return next_stop[at] - at - 1
+
+
+def _chunks(ends: list[int], most: int) -> tuple[int, ...]:
+    """Bounds of the fewest runs of whole blocks with at most `most` positions, but at least one block, each.
+
+    Args:
+        ends: ascending; block j holds the positions from ends[j - 1] to ends[j] - 1.
+    """
     bounds = [0]
-    while bounds[-1] < len(offsets):
-        bounds.append(ends[bisect.bisect_right(ends, bounds[-1] + size) - 1])
+    while bounds[-1] < ends[-1]:
+        full = bisect_right(ends, bounds[-1] + most) - 1  # the last block that fits
+        longest = bisect_right(ends, bounds[-1])  # the next block
+        bounds.append(ends[max(full, longest)])
     return tuple(bounds)
+
+
+def _together(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], pin: bool) -> dict[str, Tensor]:
+    """Tensors, not yet filled, in one piece of memory, so that one copy moves them all; int64 unless said otherwise."""
+    sizes = [math.prod(shape) * dtypes.get(name, torch.int64).itemsize for name, shape in shapes.items()]
+    ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pin)
+    return {
+        name: memory[start : start + size].view(dtypes.get(name, torch.int64)).view(shape)
+        for (name, shape), size, start in zip(shapes.items(), sizes, [0, *ends], strict=False)
+    }
 
 
 def row_at(place: int, rows: int, seed: int) -> int:

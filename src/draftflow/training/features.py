@@ -71,7 +71,7 @@ class Colocated:
         """Write the features of some rows of the batch to their places in `features`, and keep them."""
         filled = rows + rows[-1:] * (self._group - len(rows))
         pick = torch.tensor(filled).to(self.device, non_blocking=True)
-        computed = self.extractor(batch.input_ids[pick], batch.document_ids[pick], batch.position_ids[pick])
+        computed = self.extractor(batch.input_ids[pick], batch.host_document_ids[filled], batch.position_ids[pick])
         for row, values in zip(rows, computed, strict=False):
             features[row].copy_(values)
             key = (batch.split, batch.indices[row])
