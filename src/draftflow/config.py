@@ -189,7 +189,15 @@ class Training(Block):
         8, ge=1, description="Packed rows of one optimizer step, over all devices; a multiple of their number."
     )
     anchors_per_row: int = Field(
-        32, ge=1, description="Draft blocks per packed row and step. 512 in the paper, for rows of 3072."
+        32,
+        ge=1,
+        description="Slots for draft blocks per packed row and step. 512 in the paper, for rows of 3072.",
+    )
+    anchors_per_document: int | None = Field(
+        512,
+        ge=1,
+        description="Most draft blocks of one document and step, 512 in the paper; null: no limit. Where a row has\n"
+        "fewer slots than its documents want, they are shared in proportion.",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="Of the matrices; norms get AdamW. Muon's updates are scaled to the size of AdamW's."
