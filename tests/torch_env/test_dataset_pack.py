@@ -65,6 +65,16 @@ def test_packing_is_no_worse_than_first_fit_and_fills_rows():
     assert sum(lengths) / (64 * len(rows)) > 0.95
 
 
+@pytest.mark.parametrize(("median", "sigma", "least"), [(400, 0.9, 0.999), (900, 0.7, 0.995), (1600, 0.5, 0.98)])
+def test_rows_of_conversations_of_usual_lengths_are_full(median, sigma, least):
+    lengths = np.random.default_rng(0).lognormal(np.log(median), sigma, 20000).astype(int).clip(16, 3072).tolist()
+    rows = pack(lengths, 3072)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    tokens = [sum(lengths[index] for index in row) for row in rows]
+    assert max(tokens) <= 3072
+    assert sum(tokens) / (len(rows) * 3072) > least
+
+
 def test_seed_decides_the_order_of_rows_and_nothing_else():
     given = documents()
     first, same, other = (fill(given, 48, 0, seed).input_ids for seed in (0, 0, 1))
