@@ -77,6 +77,7 @@ def make_settings(devices: Devices = CPU, **training: Any) -> dict[str, Any]:
             "betas": [0.9, 0.95],
             "clip_norm": 1.0,
             "dpace_alpha": 0.5,
+            "anchors_per_document": 512,
             "loss_decay": "auto",
             "evaluate_every": 6,
             "checkpoint_every": 5,

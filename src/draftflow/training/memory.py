@@ -53,9 +53,8 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
         # logits of a chunk, and the target's for its distribution; hidden states, their gradient and the target's
         "loss": min(plan.loss_chunk, blocks) * shape["vocab_size"] * width * (2 if plan.loss == "kl" else 1)
         + 4 * blocks * hidden * (width + 4),
-        # one layer of the target at a time, and its packed mask
-        "target_forward": context * (8 * hidden + 4 * queries + 4 * middle) * width
-        + plan.rows * plan.row_length**2 * (1 + width),
+        # one layer of the target at a time
+        "target_forward": context * (8 * hidden + 4 * queries + 4 * middle) * width,
         "slack": SLACK_BYTES,
     }
     return {**parts, "total": sum(parts.values())}

@@ -22,6 +22,7 @@ class Hyperparameters:
         steps: optimizer steps of the whole run.
         objective: what is minimized.
         optimizer: of the matrices, `adamw` or `muon`; norms get AdamW.
+        anchors_per_document: most draft blocks of one document and step, or None.
         seed: of initial weights, order of rows and anchors.
     """
 
@@ -34,6 +35,7 @@ class Hyperparameters:
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
     optimizer: Literal["adamw", "muon"] = "adamw"
+    anchors_per_document: int | None = None
     seed: int = 0
 
     def learning_rate_at(self, step: int) -> float:

@@ -61,7 +61,8 @@ def make_process(
     extractor = FeatureExtractor(loaded, plan.feature_layers)
     counts = {TRAIN: len(train), HELD_OUT: len(held_out)}
     source = Colocated(extractor, plan, counts, feature_cache_gb, device)
-    batches = Batches(plan, train, held_out, hyper.objective.gamma, hyper.seed, rank, world_size)
+    draw = (hyper.objective.gamma, hyper.seed, rank, world_size, hyper.anchors_per_document)
+    batches = Batches(plan, train, held_out, *draw)
     step = Step(plan, shape, loaded, source, hyper, device)
     compiler.join()
     return Process(device, batches, source, step)

@@ -156,6 +156,7 @@ def hyperparameters(settings: dict[str, Any]) -> Any:
             training["dpace_alpha"],
         ),
         optimizer=training["optimizer"],
+        anchors_per_document=training["anchors_per_document"],
         learning_rate=training["learning_rate"],
         warmup=training["warmup"],
         min_learning_rate=training["min_learning_rate"],
