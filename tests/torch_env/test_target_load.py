@@ -66,3 +66,14 @@ def test_missing_target_weights_and_tensors_are_refused(prepared, tmp_path):
     source.rename(tmp_path / "elsewhere")
     with pytest.raises(DraftflowError, match="The weights of the target are gone"):
         load_target(folder, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_without_layers_there_are_the_same_embedding_and_head(prepared, kind):
+    _, folder = prepared(kind)
+    whole, ends = (load_target(folder, "cpu", torch.bfloat16, layers=layers) for layers in (True, False))
+    assert torch.equal(ends.embed_weight, whole.embed_weight)
+    assert torch.equal(ends.head_weight, whole.head_weight)
+    assert (ends.head_weight is ends.embed_weight) == (kind == "llama")
+    names = [name for name, _ in ends.model.named_parameters()]
+    assert names == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"][: 2 if kind == "llama" else 3]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from draftflow.errors import DraftflowError
@@ -40,8 +40,10 @@ class Target:
         return self.description["eos_token_ids"]
 
 
-def load_target(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Target:
+def load_target(folder: Path, device: torch.device | str, dtype: torch.dtype, layers: bool = True) -> Target:
     """Load the target prepared in `folder` (it holds `target.json`) onto `device` in `dtype`.
+
+    Without `layers`, it has embedding and head and nothing to compute features with; no more is read.
 
     Raises:
         DraftflowError: the target is not prepared, or its weights are gone or do not fit its config.
@@ -60,9 +62,19 @@ def load_target(folder: Path, device: torch.device | str, dtype: torch.dtype) ->
             f"Put them back, or delete {folder / 'target.json'} so that the target is prepared again.",
             str(weights),
         )
-    logging.disable_progress_bar()  # a bar of weights is noise in a log
+    config = AutoConfig.from_pretrained(weights, local_files_only=True)
+    if not layers:
+        config.num_hidden_layers = 0
+    # a bar of weights is noise in a log, and so are the tensors that are left where they are
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     model, report = AutoModelForCausalLM.from_pretrained(
-        weights, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        weights,
+        config=config,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        output_loading_info=True,
     )
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted(str(name) for name in [*report["missing_keys"], *report["mismatched_keys"]])
