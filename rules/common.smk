@@ -65,13 +65,13 @@ def requirements(environment):
 
 
 def on_first_device():
-    """Variables for a stage that works on one device: it sees the first of the run and no other."""
+    """Variables for a stage that works on one device: it sees the first that trains and no other."""
     visible = process_environment(flow.devices, 0)
     return " ".join(f"{name}={value}" for name, value in visible.items())
 
 
 def gpus_of_run(wildcards):
-    return flow.devices.count if flow.devices.kind == "cuda" else 0
+    return flow.devices.gpus
 
 
 def forced(*rules):

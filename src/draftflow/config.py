@@ -176,17 +176,41 @@ class Steps(Block):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+class Roles(Block):
+    """Devices of their own for target and drafter."""
+
+    target: list[int] | str = Field(description="GPUs that run the target: ids; or `cpu:N`.")
+    drafter: list[int] | str = Field(description="GPUs that train: ids; or `cpu:N`. One GPU may have both roles.")
+
+
+def _as_devices(value: Any) -> Any:
+    """Roles are one value of the key: what is wrong in them is told once, with all that would be allowed."""
+    if not isinstance(value, dict):
+        return _as_number(value)
+    try:
+        return Roles.model_validate(value)
+    except ValidationError:
+        raise ValueError from None
+
+
 class Training(Block):
     """The training run."""
 
-    devices: Annotated[int | list[int] | str, BeforeValidator(_as_number)] = Field(
+    devices: Annotated[int | list[int] | str | Roles, BeforeValidator(_as_devices)] = Field(
         "auto",
         description="auto: all visible GPUs, or the CPU where there is none. A number of GPUs, a list of GPU ids,\n"
-        "`cpu`, or `cpu:N` for N processes.",
+        "`cpu`, or `cpu:N` for N processes: each runs the target and trains. Or each does one of both, with the same\n"
+        "result: {target: [0, 1, 2, 3, 4], drafter: [5, 6, 7]}, or {target: cpu:2, drafter: cpu} without GPUs.",
+    )
+    stream_depth: int = Field(
+        2,
+        ge=1,
+        description="With devices for each role: batches for which a drafter device has room beside the one in use.\n"
+        "So far ahead the target runs, and no further.",
     )
     steps: Steps = Field(Steps(), description="Optimizer steps by kind of device.")
     rows_per_step: int = Field(
-        8, ge=1, description="Packed rows of one optimizer step, over all devices; a multiple of their number."
+        8, ge=1, description="Packed rows of one optimizer step; a multiple of the number of devices that train."
     )
     anchors_per_row: int = Field(
         32,

@@ -17,7 +17,7 @@ from typing import Any
 from draftflow.config import Config
 from draftflow.environment import builds, lock
 from draftflow.errors import DraftflowError
-from draftflow.training.devices import Devices, resolve_devices
+from draftflow.training.devices import Devices, check_depth, resolve_devices
 from draftflow.training.plan import check_rows
 
 RESULTS = Path("results")
@@ -76,8 +76,11 @@ class Workflow:
 
     @cached_property
     def devices(self) -> Devices:
-        """The devices that train."""
-        return resolve_devices(self.config.training.devices, self.gpus)
+        """The devices of target and drafter."""
+        training = self.config.training.model_dump(include={"devices", "stream_depth"})
+        devices = resolve_devices(training["devices"], self.gpus)
+        check_depth(devices, training["stream_depth"])
+        return devices
 
     # Environments
 
@@ -277,7 +280,7 @@ class Workflow:
             "precision": training.precision,
             "loss": training.loss,
             "optimizer": training.optimizer,
-            "devices": {"kind": devices.kind, "ids": list(devices.ids), "slug": devices.slug},
+            "devices": asdict(devices),
         }
         check_rows(settings, devices.kind, devices.count)
         return settings

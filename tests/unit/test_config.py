@@ -61,7 +61,13 @@ def test_every_key_is_explained_in_one_line_of_at_most_120_characters():
         ),
         (
             "training: {devices: {a: 1}}",
-            "c.yaml: training.devices: {'a': 1} is not allowed. Allowed: an integer | a list of integers | a text.",
+            "c.yaml: training.devices: {'a': 1} is not allowed."
+            " Allowed: an integer | a list of integers | a text | a block with the keys target, drafter.",
+        ),
+        (
+            "training: {devices: {target: [0], drafter: 1}}",
+            "c.yaml: training.devices: {'target': [0], 'drafter': 1} is not allowed."
+            " Allowed: an integer | a list of integers | a text | a block with the keys target, drafter.",
         ),
         (
             "dataset: {sources: []}",
@@ -88,3 +94,13 @@ def test_a_key_that_resembles_none_lists_the_known_ones():
 
 def test_a_version_that_yaml_reads_as_a_number_is_taken_as_text():
     assert config.load(yaml.safe_load("torch: {python: 3.12}")).torch.python == "3.12"
+
+
+def test_devices_may_be_given_for_each_role():
+    for written, expected in (
+        ("{target: [0, 1], drafter: [2]}", {"target": [0, 1], "drafter": [2]}),
+        ("{target: ['0'], drafter: ['1']}", {"target": [0], "drafter": [1]}),  # from the command line
+        ("{target: cpu:2, drafter: cpu}", {"target": "cpu:2", "drafter": "cpu"}),
+    ):
+        loaded = config.load(yaml.safe_load(f"training: {{devices: {written}}}"))
+        assert loaded.model_dump()["training"]["devices"] == expected

@@ -1,9 +1,17 @@
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 import pytest
 
 from draftflow.errors import DraftflowError
-from draftflow.training.devices import Devices, process_environment, resolve_devices, threads_per_process
+from draftflow.training.devices import (
+    Devices,
+    check_depth,
+    from_settings,
+    process_environment,
+    resolve_devices,
+    threads_per_process,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,9 @@ def everything_visible(monkeypatch):
         ("cpu:3", [], Devices("cpu", (0, 1, 2), "cpu")),
         (2, GPUS, Devices("cuda", (0, 1), "nvidia-h200")),
         ([7, 5], GPUS, Devices("cuda", (7, 5), "nvidia-h200")),
+        ({"target": [0, 1], "drafter": [7, 5]}, GPUS, Devices("cuda", (7, 5), "nvidia-h200", (0, 1))),
+        ({"target": [3], "drafter": [3]}, GPUS, Devices("cuda", (3,), "nvidia-h200", (3,))),
+        ({"target": "cpu", "drafter": "cpu:2"}, GPUS, Devices("cpu", (0, 1), "cpu", (2,))),
     ],
 )
 def test_setting_gives_devices(setting, gpus, expected):
@@ -61,6 +72,61 @@ def test_impossible_settings_are_refused_with_key_and_remedy(setting, gpus, word
     assert error.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("target", "drafter", "where", "words"),
+    [
+        ([], [1], ".target", "zero devices"),
+        ("cpu", "cpu:0", ".drafter", "zero devices"),
+        ([0, 0], [1], ".target", "names a GPU twice"),
+        ([0], [1, 9], ".drafter", "GPU 9 does not exist"),
+        ("cpu", [1], "", "One role is on GPUs and the other on the CPU.*cpu:N for both"),
+        ("auto", "cpu", ".target", "'auto' names no devices.*cpu:N for both"),
+        ([0], [8], "", "different kinds: NVIDIA A100, NVIDIA H200"),
+    ],
+)
+def test_impossible_roles_are_refused_with_key_and_remedy(target, drafter, where, words):
+    with pytest.raises(DraftflowError, match=words) as error:
+        resolve_devices({"target": target, "drafter": drafter}, [*GPUS, Gpu(8, "NVIDIA A100")])
+    assert error.value.where == f"config key training.devices{where}"
+    assert error.value.remedy
+
+
+def test_roles_are_by_rank_and_those_that_train_come_first():
+    devices = Devices("cuda", (5, 6), "nvidia-h200", (0, 6))
+    assert (devices.count, devices.processes, devices.gpus, devices.shared) == (2, 4, 3, True)
+    assert devices.topology() == {
+        "kind": "split",
+        "ranks": [
+            {"rank": 0, "role": "drafter", "device": "cuda:5"},
+            {"rank": 1, "role": "drafter", "device": "cuda:6"},
+            {"rank": 2, "role": "target", "device": "cuda:0"},
+            {"rank": 3, "role": "target", "device": "cuda:6"},
+        ],
+    }
+    assert [process_environment(devices, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["5", "6", "0", "6"]
+    assert not Devices("cuda", (5, 6), "nvidia-h200", (0, 1)).shared
+    assert Devices("cpu", (0,), "cpu").topology() == {
+        "kind": "colocated",
+        "ranks": [{"rank": 0, "role": "drafter and target", "device": "cpu"}],
+    }
+
+
+@pytest.mark.parametrize("devices", [Devices("cpu", (0, 1), "cpu"), Devices("cuda", (5, 6), "nvidia-h200", (0, 6))])
+def test_devices_are_the_same_after_they_were_settings(devices):
+    assert from_settings({"devices": json.loads(json.dumps(asdict(devices)))}) == devices
+
+
+def test_target_devices_that_would_never_work_are_refused():
+    devices = Devices("cuda", (5, 6), "nvidia-h200", (0, 1, 2, 3, 4))
+    check_depth(devices, 3)
+    with pytest.raises(
+        DraftflowError, match=r"5 target devices.*2 drafter devices have room for 2 batches.*Use 3"
+    ) as error:
+        check_depth(devices, 2)
+    assert error.value.where == "config key training.stream_depth"
+    check_depth(Devices("cuda", (0, 1), "nvidia-h200"), 1)
+
+
 def test_gpus_that_cuda_visible_devices_hides_do_not_count(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-3")
     assert resolve_devices("auto", GPUS).ids == (6, 3)
@@ -80,6 +146,8 @@ def test_processes_share_the_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert threads_per_process(Devices("cpu", (0, 1, 2), "cpu")) == {"OMP_NUM_THREADS": "2"}
     assert threads_per_process(Devices("cpu", tuple(range(16)), "cpu")) == {"OMP_NUM_THREADS": "1"}
+    assert threads_per_process(Devices("cpu", (0, 1, 2), "cpu", (3,))) == {"OMP_NUM_THREADS": "2"}
+    assert threads_per_process(Devices("cpu", (0,), "cpu", (1,))) == {"OMP_NUM_THREADS": "4"}
 
 
 def test_processes_share_the_threads_that_were_granted(monkeypatch):

@@ -76,3 +76,23 @@ def test_settings_of_training_do_not_change_what_is_compiled(root):
     assert first.warm_record == second.warm_record
     assert workflow(root, drafter={"layers": 3}).warm_record != first.warm_record
     assert workflow(root, dataset={"seed": 5}).warm_record == first.warm_record
+
+
+def test_a_split_topology_compiles_what_its_drafter_devices_would_compile_alone(root):
+    split = workflow(root, training={"devices": {"target": "cpu:3", "drafter": "cpu:2"}})
+    assert split.step_settings["devices"] == {"kind": "cpu", "ids": (0, 1), "slug": "cpu", "target_ids": (2, 3, 4)}
+    assert split.compile_cache == workflow(root).compile_cache
+    assert split.training_settings["training"]["stream_depth"] == 2
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"devices": {"target": "cpu", "drafter": "cpu:3"}}, "8 rows per step do not divide among 3 devices"),
+        ({"devices": {"target": "cpu:3", "drafter": "cpu"}}, "3 target devices never work at a time.*Use 3"),
+        ({"devices": {"target": "cpu", "drafter": [0]}}, "One role is on GPUs"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused_before_anything_runs(root, training, words):
+    with pytest.raises(DraftflowError, match=words):
+        _ = workflow(root, training=training).training_settings

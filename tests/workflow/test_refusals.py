@@ -28,6 +28,7 @@ def refused(project, *arguments):
         ({"training": "{devices: [7]}"}, ["training.devices", "GPU 7 does not exist", "cpu"]),
         ({"training": "{devices: tpu}"}, ["training.devices", "'tpu' names no devices"]),
         ({"training": "{devices: 'cpu:3'}"}, ["training.rows_per_step", "3 devices", "multiple of 3"]),
+        ({"training": "{devices: {target: cpu, drafter: [7]}}"}, ["training.devices", "One role is on GPUs"]),
         ({"torch": "{version: 2.13.0, build: cu128, index: pypi}"}, ["2.13.0 as cu128", "cu130", "2.10"]),
         ({"torch": "{build: cpu, index: pypi}"}, ["PyPI has no torch 2.11.0 as cpu"]),
         ({"torch": "{version: 2.12.0}"}, ["train-2.12.0-cu130-pypi.txt", "snakemake lock"]),

@@ -2,13 +2,15 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from draftflow.errors import DraftflowError
 
 KEY = "config key training.devices"
+
+Role = Literal["drafter", "target", "drafter and target"]
 
 
 class Gpu(Protocol):
@@ -26,83 +28,131 @@ class Gpu(Protocol):
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run, all of one kind.
+    """The devices of a run, all of one kind. Each has a process; those that train are ranks 0 to `count` - 1.
 
     Attributes:
         kind: `cpu` or `cuda`.
-        ids: GPU indices as nvidia-smi counts them; process numbers on the CPU.
+        ids: of the devices that train: GPU indices as nvidia-smi counts them; process numbers on the CPU.
         slug: the device kind as a folder name, like `cpu` or `nvidia-h200`.
+        target_ids: of the devices that only run the target (split topology); empty where those that train do both.
     """
 
     kind: Literal["cpu", "cuda"]
     ids: tuple[int, ...]
     slug: str
+    target_ids: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
-        """Number of devices, which is the number of processes."""
+        """Number of devices that train: the world size of a plan."""
         return len(self.ids)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes, of both roles."""
+        return len(self.ids) + len(self.target_ids)
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs; one that has both roles counts once."""
+        return len({*self.ids, *self.target_ids}) if self.kind == "cuda" else 0
+
+    @property
+    def split(self) -> bool:
+        """Whether drafter and target are trained and run by processes of their own."""
+        return bool(self.target_ids)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a GPU has both roles, in two processes."""
+        return self.kind == "cuda" and not set(self.ids).isdisjoint(self.target_ids)
+
+    def role(self, rank: int) -> Role:
+        """What the process of `rank` does."""
+        if not self.split:
+            return "drafter and target"
+        return "drafter" if rank < self.count else "target"
+
+    def process(self, rank: int) -> str:
+        """The process of `rank`, in words."""
+        return (
+            f"The {self.role(rank)} process of rank {rank} ({self.name(rank)})" if self.split else "A training process"
+        )
+
+    def name(self, rank: int) -> str:
+        """The device of `rank`, as in `cuda:5`."""
+        return f"cuda:{(*self.ids, *self.target_ids)[rank]}" if self.kind == "cuda" else "cpu"
+
+    def topology(self) -> dict[str, Any]:
+        """Kind of the topology, and role and device of every rank, for records."""
+        ranks = [{"rank": rank, "role": self.role(rank), "device": self.name(rank)} for rank in range(self.processes)]
+        return {"kind": "split" if self.split else "colocated", "ranks": ranks}
 
 
 def resolve_devices(setting: Any, gpus: Sequence[Gpu]) -> Devices:
     """The devices that `training.devices` asks for.
 
     Args:
-        setting: `auto`, `cpu`, `cpu:N`, a number of GPUs, or a list of GPU indices.
+        setting: `auto`, `cpu`, `cpu:N`, a number of GPUs, or a list of GPU indices. Or a mapping with the keys `target`
+            and `drafter`, each `cpu`, `cpu:N` or a list: the split topology.
         gpus: the GPUs of this machine; those that CUDA_VISIBLE_DEVICES hides do not count.
 
     Raises:
-        DraftflowError: no device is asked for, one does not exist or is named twice, the GPUs are of different kinds,
-            or the text is none of the above.
+        DraftflowError: no device is asked for, one does not exist or is named twice (in a role), the devices are of
+            different kinds, or the text is none of the above.
     """
     seen = _visible(gpus)
+    if isinstance(setting, Mapping):
+        return _split(setting, seen)
     if setting == "auto":
         return _cuda(seen, seen) if seen else _cpu(1)
     if isinstance(setting, str):
-        match = re.fullmatch(r"cpu(?::(\d+))?", setting)
-        if match is None:
-            raise DraftflowError(
-                f"{setting!r} names no devices.", "Use auto, cpu, cpu:N, a number of GPUs or a list of GPU ids.", KEY
-            )
-        return _cpu(int(match[1] or 1))
+        return _cpu(_processes(setting, "Use auto, cpu, cpu:N, a number of GPUs or a list of GPU ids.", KEY))
     if isinstance(setting, int):
         if setting < 1:
             raise DraftflowError("There is no training on zero devices.", "Ask for one at least, or for `cpu`.", KEY)
         if setting > len(seen):
             raise DraftflowError(f"{setting} GPUs are asked for and {_there(seen)}.", _remedy(seen), KEY)
         return _cuda(seen[:setting], seen)
-    ids = list(setting)
-    if not ids:
-        raise DraftflowError("There is no training on zero devices.", "Name one at least, or `cpu`.", KEY)
-    if len(set(ids)) < len(ids):
-        raise DraftflowError(f"{ids} names a GPU twice.", "Name each GPU once.", KEY)
-    by_index = {gpu.index: gpu for gpu in seen}
-    for index in ids:
-        if index not in by_index:
-            raise DraftflowError(f"GPU {index} does not exist: {_there(seen)}.", _remedy(seen), KEY)
-    return _cuda([by_index[index] for index in ids], seen)
+    return _cuda(_listed(setting, seen, KEY), seen)
+
+
+def check_depth(devices: Devices, depth: int) -> None:
+    """Refuse buffers that are too few for all target devices to work at a time: one of `depth` per drafter device each.
+
+    Raises:
+        DraftflowError: some target devices would always wait.
+    """
+    if len(devices.target_ids) > devices.count * depth:
+        least = -(-len(devices.target_ids) // devices.count)
+        raise DraftflowError(
+            f"{len(devices.target_ids)} target devices never work at a time: {devices.count} drafter devices have room "
+            f"for {depth} batches each.",
+            f"Use {least}, or fewer target devices.",
+            "config key training.stream_depth",
+        )
 
 
 def from_settings(settings: dict[str, Any]) -> Devices:
     """The devices that the workflow resolved: the key `devices` of a stage's settings."""
     found = settings["devices"]
-    return Devices(found["kind"], tuple(found["ids"]), found["slug"])
+    return Devices(found["kind"], tuple(found["ids"]), found["slug"], tuple(found.get("target_ids", ())))
 
 
 def process_environment(devices: Devices, rank: int) -> dict[str, str]:
-    """Variables of the process of one device, to be set before torch is imported: it sees that device alone.
+    """Variables of the process of a rank, to be set before torch is imported: it sees its device alone.
 
     Each process calls its GPU cuda:0, so that compiled code does not depend on the number of the device. Ids are
     nvidia-smi's, which counts along the bus; CUDA by itself counts the fastest first.
     """
-    visible = str(devices.ids[rank]) if devices.kind == "cuda" else ""
+    visible = str((*devices.ids, *devices.target_ids)[rank]) if devices.kind == "cuda" else ""
     return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def threads_per_process(devices: Devices) -> dict[str, str]:
     """The variable that gives each process its share of the cores, or of the threads that the caller was granted."""
     granted = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-    return {"OMP_NUM_THREADS": str(max(1, granted // devices.count))}
+    return {"OMP_NUM_THREADS": str(max(1, granted // devices.processes))}
 
 
 def _visible(gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -119,9 +169,48 @@ def _visible(gpus: Sequence[Gpu]) -> list[Gpu]:
     return found
 
 
-def _cpu(count: int) -> Devices:
+def _split(setting: Mapping[str, Any], seen: Sequence[Gpu]) -> Devices:
+    """The devices of both roles."""
+    remedy = "Use a list of GPU ids for target and drafter, or cpu or cpu:N for both."
+    on_cpu = {role: isinstance(value, str) for role, value in setting.items()}
+    if on_cpu["target"] != on_cpu["drafter"]:
+        raise DraftflowError("One role is on GPUs and the other on the CPU.", remedy, KEY)
+    where = {role: f"{KEY}.{role}" for role in setting}
+    if on_cpu["target"]:
+        counts = {role: _processes(value, remedy, where[role]) for role, value in setting.items()}
+        ids = tuple(range(sum(counts.values())))
+        return Devices("cpu", ids[: counts["drafter"]], "cpu", ids[counts["drafter"] :])
+    gpus = {role: _listed(value, seen, where[role]) for role, value in setting.items()}
+    both = _cuda([*gpus["drafter"], *gpus["target"]], seen)
+    count = len(gpus["drafter"])
+    return Devices("cuda", both.ids[:count], both.slug, both.ids[count:])
+
+
+def _processes(setting: str, remedy: str, where: str) -> int:
+    """The number of processes that `cpu` or `cpu:N` asks for."""
+    match = re.fullmatch(r"cpu(?::(\d+))?", setting)
+    if match is None:
+        raise DraftflowError(f"{setting!r} names no devices.", remedy, where)
+    count = int(match[1] or 1)
     if count < 1:
-        raise DraftflowError("There is no training on zero devices.", "Use cpu or cpu:N with N at least 1.", KEY)
+        raise DraftflowError("There is no training on zero devices.", "Use cpu or cpu:N with N at least 1.", where)
+    return count
+
+
+def _listed(ids: Sequence[int], seen: Sequence[Gpu], where: str) -> list[Gpu]:
+    """The GPUs of a list of indices."""
+    if not ids:
+        raise DraftflowError("There is no training on zero devices.", "Name one at least, or `cpu`.", where)
+    if len(set(ids)) < len(ids):
+        raise DraftflowError(f"{list(ids)} names a GPU twice.", "Name each GPU once.", where)
+    by_index = {gpu.index: gpu for gpu in seen}
+    for index in ids:
+        if index not in by_index:
+            raise DraftflowError(f"GPU {index} does not exist: {_there(seen)}.", _remedy(seen), where)
+    return [by_index[index] for index in ids]
+
+
+def _cpu(count: int) -> Devices:
     return Devices("cpu", tuple(range(count)), "cpu")
 
 
