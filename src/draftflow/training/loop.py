@@ -23,19 +23,23 @@ LOG_EVERY = 10
 
 @dataclass
 class Stop:
-    """Asked for by a signal; `requested` agrees on it among all ranks, so that all stop after the same step."""
+    """Asked for by a signal; `requested` agrees on it among the ranks of `group`, so that all stop after the same step.
+
+    `group` is None for all ranks.
+    """
 
     asked: bool = False
+    group: dist.ProcessGroup | None = None
 
     def __call__(self, *signal: Any) -> None:
         self.asked = True
 
     def requested(self) -> bool:
-        """Whether any rank was asked to stop. All ranks call this after every step; no device waits for it."""
+        """Whether any of them was asked to stop. All call this after every step; no device waits for it."""
         if not dist.is_initialized():
             return self.asked
         flag = torch.tensor(int(self.asked))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # on the host, through gloo
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)  # on the host, through gloo
         return bool(flag)
 
 
@@ -172,11 +176,11 @@ class Loop:
         self.clock.mark("checkpoint")
 
     def _guards(self) -> list[dict[str, Any]]:
-        """What the guards of all ranks counted, on every rank."""
+        """What the guards of all ranks that train counted, on every one of them."""
         if not dist.is_initialized():
             return [self.guard.counts()]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.guard.counts())
+        found: list[Any] = [None] * dist.get_world_size(self.stop.group)
+        dist.all_gather_object(found, self.guard.counts(), group=self.stop.group)
         return found
 
     def summary(self, guards: list[dict[str, Any]]) -> dict[str, Any]:
