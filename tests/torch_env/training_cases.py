@@ -1,6 +1,10 @@
 """A prepared tiny target, packed rows and settings, for the tests of training and of the compile cache."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +21,23 @@ ROW = 64
 CPU = Devices("cpu", (0,), "cpu")
 
 
-def make_rows(path: Path, train: int = 10, held_out: int = 3, seed: int = 0) -> None:
+def make_rows(path: Path, train: int = 10, held_out: int = 3, seed: int = 0, length: int = ROW) -> None:
     """Rows of two or three documents each, with padding; the second half of each document is supervised. Token t + 1
     follows from token t, so that there is something to learn."""
     generator = np.random.default_rng(seed)
     tensors = {}
     for split, count in (("train", train), ("held_out", held_out)):
-        ids, documents = np.zeros((count, ROW), np.int32), np.full((count, ROW), -1, np.int32)
-        positions, mask = np.zeros((count, ROW), np.int32), np.zeros((count, ROW), np.uint8)
+        ids, documents = np.zeros((count, length), np.int32), np.full((count, length), -1, np.int32)
+        positions, mask = np.zeros((count, length), np.int32), np.zeros((count, length), np.uint8)
         for row in range(count):
             start, number = 0, 0
-            while start < ROW - 20:
-                length = min(int(generator.integers(16, 34)), ROW - start)
-                part = slice(start, start + length)
-                ids[row, part] = 3 + (int(generator.integers(0, 40)) + 7 * np.arange(length)) % 40
-                documents[row, part], positions[row, part] = number, np.arange(length)
-                mask[row, start + length // 2 : start + length] = 1
-                start, number = start + length, number + 1
+            while start < length - 20:
+                tokens = min(int(generator.integers(16, 34)), length - start)
+                part = slice(start, start + tokens)
+                ids[row, part] = 3 + (int(generator.integers(0, 40)) + 7 * np.arange(tokens)) % 40
+                documents[row, part], positions[row, part] = number, np.arange(tokens)
+                mask[row, start + tokens // 2 : start + tokens] = 1
+                start, number = start + tokens, number + 1
         for name, values in (
             ("input_ids", ids),
             ("document_ids", documents),
@@ -66,7 +70,7 @@ def make_settings(devices: Devices = CPU, **training: Any) -> dict[str, Any]:
         "drafter": {"layers": 2, "block_size": 4, "taps": 3, "target_layers": None, "mask_token": "auto"},
         "row_length": ROW,
         **shared,
-        "devices": {"kind": devices.kind, "ids": list(devices.ids), "slug": devices.slug},
+        "devices": json.loads(json.dumps(asdict(devices))),
         "training": {
             "steps": 12,
             **shared,
@@ -82,6 +86,7 @@ def make_settings(devices: Devices = CPU, **training: Any) -> dict[str, Any]:
             "evaluate_every": 6,
             "checkpoint_every": 5,
             "feature_cache_gb": 0.5,
+            "stream_depth": 2,
             "seed": 0,
             **training,
         },
@@ -97,7 +102,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def make_loop(
-    case: dict[str, Path], folder: Path, compiled: bool = False, rank: int = 0, world_size: int = 1, **training
+    case: dict[str, Path],
+    folder: Path,
+    compiled: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    source: Any = None,
+    stop: Any = None,
+    **training: Any,
 ):
     """The training loop of one process as the worker makes it; eager, unless asked otherwise."""
     from draftflow.compile_cache.guard import Guard
@@ -114,7 +126,9 @@ def make_loop(
     shape, plan = plan_of_run(settings, case["target"], "cpu", world_size)
     hyper = hyperparameters(settings)
     rows, cache_gb = read_rows(case["rows"], plan.row_length), settings["training"]["feature_cache_gb"]
-    process = make_process(shape, plan, hyper, rows, case["target"], cache_gb, rank, world_size)
+    process = make_process(shape, plan, hyper, rows, case["target"], cache_gb, rank, world_size, source)
+    stop = stop or Stop()
+    process.step.group = stop.group
     if not compiled:
         process.step.drafter._run_layer = run_layer
     found = latest(folder / "checkpoints")
@@ -126,7 +140,7 @@ def make_loop(
         process,
         hyper,
         Guard("error"),
-        Stop(),
+        stop,
         evaluate_every=settings["training"]["evaluate_every"],
         checkpoint_every=settings["training"]["checkpoint_every"],
         checkpoints=folder / "checkpoints",
@@ -147,3 +161,36 @@ def train_as_rank(rank: int, world_size: int, case: dict[str, Path], folder: Pat
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
     assert make_loop(case, folder, rank=rank, world_size=world_size, **training).run()
     dist.destroy_process_group()
+
+
+class Stage:
+    """The stages of warm-up and training as the workflow calls them.
+
+    Args:
+        folder: for what warm-up makes; it is done at once.
+        paths: of `make_case`.
+        settings: of warm-up.
+    """
+
+    def __init__(self, folder: Path, paths: dict[str, Path], settings: dict[str, Any]):
+        self.paths, self.warm = paths, folder / "step/warm.json"
+        inputs = {name: paths[name] for name in ("target", "fingerprint")}
+        command = self._command("compile_cache.warm", settings, **inputs, cache=folder / "cache", record=self.warm)
+        subprocess.run(command, check=True, env=self._environment())
+
+    def training(self, settings: dict[str, Any], run: Path, **paths: Path) -> "subprocess.Popen[str]":
+        """Start training into the folder `run`, which has the temporary files as well."""
+        run.mkdir(exist_ok=True)
+        outputs = {name: run / name for name in ("checkpoints", "tensorboard")}
+        outputs |= {"metrics": run / "metrics.jsonl", "record": run / "train.json"}
+        command = self._command("training.train", settings, **{**self.paths, "warm": self.warm, **outputs, **paths})
+        variables = {**self._environment(), "TMPDIR": str(run)}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+
+    def _command(self, module: str, settings: dict[str, Any], **paths: Path) -> list[str]:
+        command = [sys.executable, "-m", f"draftflow.{module}", "--settings", json.dumps(settings)]
+        return command + [word for name, path in paths.items() for word in (f"--{name}", str(path))]
+
+    def _environment(self) -> dict[str, str]:
+        """This process's variables without those that torch sets once it has been imported."""
+        return {name: value for name, value in os.environ.items() if not name.startswith(("TORCHINDUCTOR_", "TRITON_"))}

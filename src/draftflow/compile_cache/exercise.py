@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftflow.stage import as_refusal, write_json
+from draftflow.training.devices import from_settings
 
 KERNEL = re.compile(r"(triton|draftflow)_\w+")
 
@@ -19,7 +20,7 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, targe
 
     Args:
         settings: what shapes the step.
-        world_size: number of devices of the run.
+        world_size: number of devices that train.
         fingerprint: `fingerprint.json`.
         target: folder of the prepared target.
 
@@ -42,10 +43,11 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, targe
     from draftflow.drafter.loss import Objective, default_gamma
     from draftflow.environment.fingerprint import require_same
     from draftflow.training.data import rows_of_one_token
+    from draftflow.training.features import Given
     from draftflow.training.memory import step_bound
     from draftflow.training.optimizer import Hyperparameters
     from draftflow.training.plan import plan_of_run
-    from draftflow.training.process import make_process, peak_memory_bytes
+    from draftflow.training.process import make_process, peak_memory_bytes, use_device
 
     parts = {"interpreter": started, "imports": _since_start() - started}
 
@@ -72,7 +74,9 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, targe
     objective = Objective(plan.loss, default_gamma(plan.block_size))
     hyper = Hyperparameters(steps=3, objective=objective, optimizer=plan.optimizer)
     rows = rows_of_one_token(plan, plan.rows)
-    process = timed("load", lambda: make_process(shape, plan, hyper, (rows, rows), target, feature_cache_gb=0.0))
+    # a device of a drafter alone need not have room for the target
+    given = Given(plan, use_device(plan)) if from_settings(settings).split else None
+    process = timed("load", lambda: make_process(shape, plan, hyper, (rows, rows), target, 0.0, source=given))
     step = process.step
     weights = sum(value.numel() * value.element_size() for value in step.target.model.parameters())
 

@@ -40,7 +40,7 @@ class WarmUp:
 
     @property
     def devices(self) -> Devices:
-        """The devices of the run."""
+        """The devices of the run. Those that train compile; on those of targets alone nothing is compiled."""
         return from_settings(self.settings)
 
     def on(self, rank: int, compile_environment: dict[str, str], hold: location.Hold | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ With the loss `kl`, the output of the target's last layer, [B, S, H], lies behin
 """
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,38 @@ from draftflow.training.plan import Plan
 
 # Tokens that the target works on at a time: as few as keep the device busy.
 TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 4096}
+
+
+def row_shape(plan: Plan) -> tuple[int, int]:
+    """Shape of the features of a row, [S, taps * H]."""
+    return plan.row_length, len(plan.feature_layers) * plan.drafter["hidden_size"]
+
+
+class Source(Protocol):
+    """Called with the batches of a run, one after the other, each once."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Features of a batch on the device, [B, S, taps * H], without gradient."""
+
+    @property
+    def hits(self) -> int:
+        """Rows that were remembered."""
+
+    @property
+    def misses(self) -> int:
+        """Rows that were computed."""
+
+
+class Given:
+    """Zeros in place of features, for warm-up of a step whose features come from other processes."""
+
+    hits = misses = 0
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self._zeros = torch.zeros(plan.rows, *row_shape(plan), dtype=getattr(torch, plan.precision), device=device)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._zeros.clone()
 
 
 class Colocated:
@@ -45,7 +78,7 @@ class Colocated:
         self.hits = self.misses = 0
         self._group = max(1, min(plan.rows, TOKENS_AT_ONCE[device.type] // plan.row_length))
         self._dtype = getattr(torch, plan.precision)
-        self._row = (plan.row_length, len(plan.feature_layers) * plan.drafter["hidden_size"])
+        self._row = row_shape(plan)
         capacity = min(sum(rows.values()), int(limit_gb * 1e9) // (self._row[0] * self._row[1] * self._dtype.itemsize))
         # One allocation: pinning memory is slow, and pages of ordinary memory are not taken before they are written.
         self._kept = torch.empty(capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")

@@ -13,9 +13,9 @@ import torch
 from draftflow.compile_cache.inductor import prepare_inductor
 from draftflow.drafter.shape import DrafterShape
 from draftflow.target.features import FeatureExtractor
-from draftflow.target.load import load_target
-from draftflow.training.data import HELD_OUT, TRAIN, Batches, Rows
-from draftflow.training.features import Colocated
+from draftflow.target.load import Target, load_target
+from draftflow.training.data import Batches, Rows
+from draftflow.training.features import Colocated, Source
 from draftflow.training.optimizer import Hyperparameters
 from draftflow.training.plan import Plan
 from draftflow.training.step import Step
@@ -34,7 +34,7 @@ class Process:
 
     device: torch.device
     batches: Batches
-    source: Colocated
+    source: Source
     step: Step
 
 
@@ -47,25 +47,49 @@ def make_process(
     feature_cache_gb: float,
     rank: int = 0,
     world_size: int = 1,
+    source: Source | None = None,
 ) -> Process:
-    """Load the target and build the step; everything that is random is seeded by `hyper.seed`."""
-    device = torch.device("cuda:0" if plan.device_kind == "cuda" else "cpu")
+    """Load the target and build the step; everything that is random is seeded by `hyper.seed`.
+
+    Args:
+        source: of features, where it is not this process that computes them. Its target then has no layers.
+    """
     compiler = threading.Thread(target=_import_compiler)
     compiler.start()  # while weights are read
-    if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    device = use_device(plan)
     prepare_inductor(device.type)
     torch.manual_seed(hyper.seed)
-    train, held_out = rows
-    loaded = load_target(target, device, getattr(torch, plan.precision))
-    extractor = FeatureExtractor(loaded, plan.feature_layers)
-    counts = {TRAIN: len(train), HELD_OUT: len(held_out)}
-    source = Colocated(extractor, plan, counts, feature_cache_gb, device)
-    draw = (hyper.objective.gamma, hyper.seed, rank, world_size, hyper.anchors_per_document)
-    batches = Batches(plan, train, held_out, *draw)
+    if source is None:
+        loaded, source = load_source(plan, rows, target, feature_cache_gb, device)
+    else:
+        loaded = load_target(target, device, getattr(torch, plan.precision), layers=False)
+    batches = make_batches(plan, hyper, rows, rank, world_size)
     step = Step(plan, shape, loaded, source, hyper, device)
     compiler.join()
     return Process(device, batches, source, step)
+
+
+def use_device(plan: Plan) -> torch.device:
+    """The device of this process; on the CPU, its share of the cores."""
+    if plan.device_kind == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    return torch.device("cuda:0" if plan.device_kind == "cuda" else "cpu")
+
+
+def make_batches(plan: Plan, hyper: Hyperparameters, rows: tuple[Rows, Rows], rank: int, world_size: int) -> Batches:
+    """The batches of one of the ranks that train."""
+    gamma, most = hyper.objective.gamma, hyper.anchors_per_document
+    return Batches(plan, *rows, gamma, hyper.seed, rank, world_size, most)
+
+
+def load_source(
+    plan: Plan, rows: tuple[Rows, Rows], target: Path, feature_cache_gb: float, device: torch.device
+) -> tuple[Target, Colocated]:
+    """The target on `device`, and the features that it computes there."""
+    loaded = load_target(target, device, getattr(torch, plan.precision))
+    extractor = FeatureExtractor(loaded, plan.feature_layers)
+    counts = {split.split: len(split) for split in rows}
+    return loaded, Colocated(extractor, plan, counts, feature_cache_gb, device)
 
 
 def _import_compiler() -> None:

@@ -1,4 +1,4 @@
-"""Stage: train the drafter. Starts one worker per device under torchrun, waits, and writes the record.
+"""Stage: train the drafter. Starts one worker per device and role under torchrun, waits, and writes the record.
 
 A run is known by what decides its weights; its checkpoints lie in a folder of that name. A run that was stopped goes on
 from its newest whole checkpoint, and one that is finished only has its outputs written again. No torch in this process.
@@ -32,10 +32,9 @@ STOPPED = 143  # what a shell gives for SIGTERM
 
 
 def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
-    """12 hexadecimal digits over what decides the weights of a run: settings, data, target, code; not the number of
-    devices."""
+    """12 hexadecimal digits over what decides the weights of a run: settings, data, target, code; not the devices."""
     shape, plan = plan_of_run(settings, target, settings["devices"]["kind"], 1)
-    whenever = ("evaluate_every", "checkpoint_every", "feature_cache_gb")
+    whenever = ("evaluate_every", "checkpoint_every", "feature_cache_gb", "stream_depth")
     training = {name: value for name, value in settings["training"].items() if name not in whenever}
     description = json.loads((target / "target.json").read_text(encoding="utf-8"))
     code = sources.digest("draftflow.training.worker")
@@ -61,13 +60,15 @@ def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.
         tempfile.TemporaryDirectory(prefix="draftflow-") as folder,
         in_use(work, warm, key.contents(compile_part, plan), record) as cache,
     ):
-        say(f"training on {devices.count} x {devices.slug}, {job.steps} steps")
+        features = f", features from {len(devices.target_ids)} x {devices.slug}" if devices.split else ""
+        say(f"training on {devices.count} x {devices.slug}{features}, {job.steps} steps")
         started = time.time()
         outcome = _torchrun(job, devices, cache, Path(folder))
     record.seconds["start"] = outcome["ready_at"] - started
     record["seconds_to_first_step"] = round(outcome["first_step_at"] - started, 3)
     record.seconds["first_step"] = outcome["first_step_at"] - outcome["ready_at"]
     record.seconds["training"] = time.time() - outcome["first_step_at"]
+    record["waited_seconds"] = outcome["waited_seconds"]
     if not outcome["finished"]:
         say(f"stopped after step {outcome['step']}; resume by running the same command")
         raise SystemExit(STOPPED)
@@ -82,7 +83,8 @@ def _torchrun(job: Job, devices: Devices, cache: CacheInUse, exchange: Path) -> 
     The cache is let go once all of them have taken a step, with everything compiled in their memory.
     """
     job.write(exchange / "job.json")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(devices.count)]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nnodes", "1", "--nproc-per-node", str(devices.processes)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += ["--max-restarts", "0", "-m", "draftflow.training.worker"]
     command += ["--job", str(exchange / "job.json"), "--exchange", str(exchange)]
@@ -118,7 +120,7 @@ def _torchrun(job: Job, devices: Devices, cache: CacheInUse, exchange: Path) -> 
             while (status := torchrun.poll()) is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     torchrun.wait(timeout=1)
-                if loading and len(list(exchange.glob("*.stepped"))) == devices.count:
+                if loading and len(list(exchange.glob("*.stepped"))) == devices.processes:
                     cache.hold.release()
                     loading = False
         finally:
@@ -126,29 +128,43 @@ def _torchrun(job: Job, devices: Devices, cache: CacheInUse, exchange: Path) -> 
                 signal.signal(number, handler)
     outcome = exchange / "outcome.json"
     if status == 0 and outcome.exists():
-        return json.loads(outcome.read_text(encoding="utf-8"))
-    raise _failure(exchange, log.read_text(encoding="utf-8", errors="replace"), bool(stopping))
+        return {**json.loads(outcome.read_text(encoding="utf-8")), "waited_seconds": _waited(exchange, devices)}
+    raise _failure(exchange, log.read_text(encoding="utf-8", errors="replace"), devices, bool(stopping))
 
 
-def _failure(exchange: Path, log: str, stopping: bool) -> BaseException:
+def _waited(exchange: Path, devices: Devices) -> dict[str, list[float]] | None:
+    """Seconds for which the ranks of each role waited for the other; None where there is one role."""
+    if not devices.split:
+        return None
+    seconds: dict[str, list[float]] = {"drafter": [], "target": []}
+    for rank in range(devices.processes):
+        text = (exchange / f"{rank}.waited").read_text(encoding="utf-8")
+        seconds[devices.role(rank)].append(round(json.loads(text), 3))
+    return seconds
+
+
+def _failure(exchange: Path, log: str, devices: Devices, stopping: bool) -> BaseException:
     """What a failed run raises: the refusal of a worker, or what is known of a crash."""
     files = sorted(exchange.glob("*.error"), key=lambda path: path.stat().st_mtime)  # the others failed of the first
     errors = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    for error in errors:
+    for file, error in zip(files, errors, strict=True):
         if "what" in error:
+            if devices.split:
+                say(f"{devices.process(int(file.stem))} refuses to go on")
             return DraftflowError(**error)
-    killed = re.search(r"Root Cause.*?exitcode +: -(\d+)", log, re.DOTALL)  # the others then lose their connection
+    # the others then lose their connection
+    killed = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: -(\d+)", log, re.DOTALL)
     if killed and not stopping:
-        cause = ", perhaps for want of memory" if killed[1] == "9" else ""
+        cause = ", perhaps for want of memory" if killed[2] == "9" else ""
         return DraftflowError(
-            f"A training process was killed by signal {killed[1]}{cause}.",
+            f"{devices.process(int(killed[1]))} was killed by signal {killed[2]}{cause}.",
             "See `dmesg`; checkpoints are kept, and the same command resumes.",
         )
     if errors:
         trace = errors[0]["traceback"]
         sys.stderr.write(trace)
         return DraftflowError(
-            f"A training process failed: {trace.strip().splitlines()[-1].rstrip('.')}.",
+            f"{devices.process(int(files[0].stem))} failed: {trace.strip().splitlines()[-1].rstrip('.')}.",
             "The traceback is above; checkpoints are kept, and the same command resumes.",
         )
     if stopping:
@@ -208,6 +224,7 @@ def main() -> None:
     record["checkpoint"] = str(found.folder.relative_to(arguments.checkpoints.resolve()))
     record["steps"] = found.step
     record["resumed_from"] = found.state["resumed_from"]
+    record["topology"] = found.state["topology"]
     for name, value in {**losses(found.metrics()), **found.state["run"]}.items():
         record[name] = value
     record["environment"] = {part: fingerprint[part]["digest"] for part in ("compile", "numbers")}

@@ -1,9 +1,10 @@
-"""The process of one device, started by torchrun for `draftflow.training.train`: set up, train, say how it ended.
+"""The process of one rank, started by torchrun for `draftflow.training.train`: set up, train, say how it ended.
 
 It is given a job (what the launcher wrote) and an exchange folder, into which it writes
 
     <rank>.pid       once a signal makes it stop in an orderly way
-    <rank>.stepped   after the first step: nothing more is read from the compile cache
+    <rank>.stepped   after the first step, of a target the first batch: nothing more is read from the compile cache
+    <rank>.waited    at the end, in the split topology: seconds of waiting for the other role
     <rank>.error     a refusal (JSON: what, remedy, where) or a traceback; the launcher shows it
     outcome.json     from rank 0: how far it came, and the facts for the record
 """
@@ -62,19 +63,20 @@ def main() -> None:
         job = read_job(arguments.job)
         devices = from_settings(job.settings)
         os.environ.update(process_environment(devices, int(os.environ["LOCAL_RANK"])))
-        outcome = _train(job, devices, rank, int(os.environ["WORLD_SIZE"]), exchange)
+        outcome = _work(job, devices, rank, exchange)
         if rank == 0:
             write_json(exchange / "outcome.json", outcome)
     except BaseException as error:
         refusal = as_refusal(error)
         told = {"traceback": traceback.format_exc()} if refusal is None else refusal.parts()
         write_json(exchange / f"{rank}.error", told)
-        raise SystemExit(1) from None
+        os._exit(1)  # at once: to end in good order may take an answer of ranks that wait for this one
 
 
-def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Path) -> dict[str, Any]:
-    """Train as the job says, and what came of it."""
+def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, Any] | None:
+    """Train as the job says, and what came of it; or run the target for those that train, and None."""
     # Only now, when the process sees its one device
+    import torch
     import torch.distributed as dist
 
     from draftflow.compile_cache.guard import Guard
@@ -86,7 +88,8 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
     from draftflow.training.loop import Loop, Stop
     from draftflow.training.metrics import Metrics
     from draftflow.training.plan import plan_of_run
-    from draftflow.training.process import make_process
+    from draftflow.training.process import load_source, make_batches, make_process, use_device
+    from draftflow.training.stream import Schedule, Streamed, connect, serve
 
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -94,22 +97,50 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
     (exchange / f"{rank}.pid").write_text(str(os.getpid()))
     with as_fingerprinted(json.loads(job.fingerprint.read_text())["compile"]["fields"]):
         require_same(job.fingerprint)
-    if world_size > 1:
+    if devices.split:  # a message that NCCL waits for keeps a part of the GPU busy, less with fewer channels
+        os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
+    if devices.processes > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if devices.kind == "cuda" else "gloo")
     training = job.settings["training"]
     guard = Guard(job.settings["checks"]["compile"])
-    shape, plan = plan_of_run(job.settings, job.target, devices.kind, world_size)
+    shape, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
     hyper = hyperparameters(job.settings)
     rows = read_rows(job.rows, plan.row_length)
     cache_gb = training["feature_cache_gb"]
-    process = make_process(shape, plan, hyper, rows, job.target, cache_gb, rank=rank, world_size=world_size)
     found = checkpoint.latest(job.checkpoints)
+    first = 0 if found is None else found.step
+    stepped = (exchange / f"{rank}.stepped").touch
+    streamed = None
+    if devices.split:
+        stop.group = dist.new_group(list(range(devices.count)))
+        device = use_device(plan)
+        wire = torch.device("cpu") if devices.shared else device
+        batches = [make_batches(plan, hyper, rows, drafter, devices.count) for drafter in range(devices.count)]
+        schedule = Schedule(
+            drafters=devices.count,
+            targets=len(devices.target_ids),
+            depth=training["stream_depth"],
+            first=first,
+            steps=hyper.steps,
+            evaluate_every=training["evaluate_every"],
+            held_out=len(batches[0].held_out()),
+        )
+        connect(schedule, rank, wire)
+        if devices.role(rank) == "target":
+            _, source = load_source(plan, rows, job.target, cache_gb, device)
+            with forbid_dense():
+                waited = serve(schedule, rank, source, batches, device, wire, lambda: stop.asked, stepped)
+            write_json(exchange / f"{rank}.waited", waited)
+            dist.destroy_process_group()
+            return None
+        streamed = Streamed(schedule, rank, plan, device, wire, stop)
+    process = make_process(shape, plan, hyper, rows, job.target, cache_gb, rank, devices.count, streamed)
+    process.step.group = stop.group
     if found is not None and rank == 0:
         say(f"resuming from step {found.step} ({found.folder})")
     metrics = None
     if rank == 0:
         before = "" if found is None else found.metrics()
-        first = 0 if found is None else found.step
         metrics = Metrics(job.metrics, job.tensorboard, before, first, hyper.steps)
     loop = Loop(
         process,
@@ -119,19 +150,22 @@ def _train(job: Job, devices: Devices, rank: int, world_size: int, exchange: Pat
         evaluate_every=training["evaluate_every"],
         checkpoint_every=training["checkpoint_every"],
         checkpoints=job.checkpoints,
-        facts={"resumed_from": None if found is None else found.step},
+        facts={"resumed_from": None if found is None else found.step, "topology": devices.topology()},
         earlier_guards=[] if found is None else found.state["run"]["guard"],
         metrics=metrics,
-        on_first_step=(exchange / f"{rank}.stepped").touch,
+        on_first_step=stepped,
     )
     if found is not None:
         loop.resume(found)
     ready = time.time()
     with forbid_dense():
         finished = loop.run()
+    if streamed is not None:
+        streamed.close()
+        write_json(exchange / f"{rank}.waited", streamed.waiting.seconds())
     if metrics is not None:
         metrics.close()
-    if world_size > 1:
+    if devices.processes > 1:
         dist.destroy_process_group()
     return {
         "finished": finished,
