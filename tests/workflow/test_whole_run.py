@@ -193,6 +193,20 @@ def test_a_bundle_warms_another_cache_without_compiling(tiny):
     assert [cache["misses"] for cache in warm["devices"][0]["caches"].values()] == [0] * 5
 
 
+def test_target_and_drafter_in_processes_of_their_own_train_as_together(tiny):
+    apart = ["--config", "run=apart", "training={devices: {target: cpu, drafter: 'cpu:2'}}"]
+    assert set(tiny.run("train_drafter", *TINY, *apart).jobs) == {"warm_cache", "train_drafter"}
+    one, other = (
+        json.loads(tiny.only(f"results/runs/{run}/{FIRST_BUILD}-*/train.json").read_text()) for run in ("tiny", "apart")
+    )
+    assert [rank["role"] for rank in other["topology"]["ranks"]] == ["drafter", "drafter", "target"]
+    assert {role: len(seconds) for role, seconds in other["waited_seconds"].items()} == {"drafter": 2, "target": 1}
+    assert [guard["fx_graph_misses"] for guard in other["guard"]] == [0, 0]
+    # bit for bit where each process has as many threads (tests/torch_env/test_training_stream.py)
+    assert other["first_loss"] == pytest.approx(one["first_loss"], rel=1e-5)
+    assert other["last_held_out_loss"] == pytest.approx(one["last_held_out_loss"], rel=0.02)
+
+
 def test_the_parts_that_need_torch_pass_their_tests_in_the_environment(tiny, tmp_path):
     """tests/torch_env holds them; pytest, and what reads a GGUF as transformers does, are lent to the environment."""
     tools, python = tmp_path / "tools", tiny.only(f"results/environments/{SECOND_BUILD}-*/venv/bin/python")
