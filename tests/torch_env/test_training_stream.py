@@ -269,6 +269,15 @@ def test_a_target_runs_ahead_as_far_as_there_is_room_and_no_further(case, tmp_pa
     assert computed.item() == 12 + 3
 
 
+@pytest.mark.slow
+def test_what_a_loss_needs_beside_the_tapped_layers_comes_along(case, tmp_path):
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    together.mkdir(), apart.mkdir()
+    start(train_as_rank, (1, case, together, {"loss": "kl"}), 1)
+    train_split(1, 1, case, apart, loss="kl")
+    same_run(apart, together)
+
+
 def skip_a_step(rank, working, stop):
     if isinstance(working, Loop):
         train = working.process.batches.train
