@@ -194,7 +194,7 @@ class Draftflow(Trainer):
         step = self._with_objective(setting)
         if not self.has_optimizer:
             for parameter in step.drafter.parameters():
-                parameter.data = parameter.data.float()
+                parameter.data, parameter.grad = parameter.data.float(), None
             step.optimizer, self.has_optimizer = Optimizer(step.drafter, self.hyper, self.case.dtype), True
         step.source = source or (lambda _: self._features(sample, setting))
         step.train(sample.batch, 0)

@@ -16,10 +16,12 @@ from draftflow.training.plan import Plan, plan_differences, plan_id
 # The code that is compiled, and the code that decides what it is called with.
 COMPILED = (
     "drafter/attention.py",
+    "drafter/loss.py",
     "drafter/mask.py",
     "drafter/model.py",
     "drafter/softmax_kernels.py",
     "training/adamw_kernel.py",
+    "training/optimizer.py",
     "training/step.py",
 )
 

@@ -161,6 +161,7 @@ def head_loss_and_gradient(
     dpace: Dpace | None = None,
     teacher: Tensor | None = None,
     differentiate: bool = True,
+    capacity: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Weighted sum of the losses of hidden states under a frozen head, and its gradient, in one pass.
 
@@ -176,6 +177,7 @@ def head_loss_and_gradient(
         teacher: [M, H], hidden states from which the head reads the target's distribution at the place of each row:
             the loss is the divergence from that, and not the cross-entropy.
         differentiate: make the gradient.
+        capacity: rows for which memory is taken, if chunks have fewer: of one size, it is always found again.
 
     Returns:
         loss_sum: scalar fp32, sum of weights * loss.
@@ -185,6 +187,7 @@ def head_loss_and_gradient(
     """
     parts = _parts(hidden)
     rows, most = hidden.shape[0], max((end - start for start, end in pairwise(chunks)), default=0)
+    most = max(most, capacity)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     # one buffer for all chunks: memory that the allocator returns to the system comes back page by page
     buffer = hidden.new_empty(most, head_weight.shape[0])

@@ -111,7 +111,7 @@ class Kernel:
         updates: int,
     ) -> None:
         """One update, number `updates` from 1, with gradients in the dtype of the copies times the scalar `scale`."""
-        first, second = betas
+        first, second = map(float, betas)  # Triton compiles for an integer apart
         draftflow_adamw[(len(self.programs),)](
             self.addresses,
             self._addresses(gradients),
@@ -119,7 +119,7 @@ class Kernel:
             self.sizes,
             self.decays,
             scale,
-            rate,
+            float(rate),
             first,
             second,
             1 - first**updates,
@@ -136,6 +136,7 @@ class Kernel:
         """Addresses of the gradients on the device; they are mostly those of a step before."""
         found = [gradient.data_ptr() for gradient in gradients]
         if self._gradients is None or self._gradients[0] != found:
+            assert not any(address % 16 for address in found), "a gradient that is not aligned"
             table = torch.tensor(found, pin_memory=self.sizes.is_cuda)
             self._gradients = (found, table.to(self.sizes.device, non_blocking=True))
         return self._gradients[1]

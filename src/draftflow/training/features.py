@@ -103,7 +103,7 @@ class Colocated:
     def _compute(self, batch: Batch, rows: list[int], features: Tensor) -> None:
         """Write the features of some rows of the batch to their places in `features`, and keep them."""
         filled = rows + rows[-1:] * (self._group - len(rows))
-        pick = torch.tensor(filled).to(self.device, non_blocking=True)
+        pick = torch.tensor(filled, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         computed = self.extractor(batch.input_ids[pick], batch.host_document_ids[filled], batch.position_ids[pick])
         for row, values in zip(rows, computed, strict=False):
             features[row].copy_(values)

@@ -127,7 +127,9 @@ class Step:
             teacher = self._teacher(batch, features)
         supervised = hidden.detach().index_select(0, batch.supervised)
         arguments = (supervised, self.target.head_weight, batch.labels, weights, batch.chunks, dpace, teacher)
-        loss, correct, _, of_supervised = head_loss_and_gradient(*arguments, differentiate=hidden.requires_grad)
+        loss, correct, _, of_supervised = head_loss_and_gradient(
+            *arguments, differentiate=hidden.requires_grad, capacity=min(self.plan.loss_chunk, len(hidden))
+        )
         if of_supervised is None:
             return loss, correct, None
         return loss, correct, torch.zeros_like(hidden).index_copy_(0, batch.supervised, of_supervised)
@@ -148,7 +150,7 @@ class Step:
 
     def _reduce(self, parameter: Tensor) -> None:
         """Begin to sum a gradient over the ranks, beside the backward pass of what comes before."""
-        if dist.is_initialized():
+        if dist.is_initialized() and dist.get_world_size(self.group) > 1:
             work = dist.all_reduce(parameter.grad, group=self.group, async_op=True)
             assert work is not None
             self._reducing.append(work)

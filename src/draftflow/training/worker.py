@@ -16,11 +16,16 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from draftflow.stage import as_refusal, say, write_json
 from draftflow.training.devices import Devices, from_settings, process_environment
+
+# A rank may wait for another that loads a large target, or writes a checkpoint to a slow disk; one that died is noticed
+# by its connection and by torchrun.
+PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, An
     if devices.split:  # a message that NCCL waits for keeps a part of the GPU busy, less with fewer channels
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
     if devices.processes > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if devices.kind == "cuda" else "gloo")
+        # No device_id: receives that are posted early would then block one another in the one communicator.
+        backend = "cpu:gloo,cuda:nccl" if devices.kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=PATIENCE)
     training = job.settings["training"]
     guard = Guard(job.settings["checks"]["compile"])
     shape, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
@@ -112,7 +119,7 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, An
     stepped = (exchange / f"{rank}.stepped").touch
     streamed = None
     if devices.split:
-        stop.group = dist.new_group(list(range(devices.count)))
+        stop.group = dist.new_group(list(range(devices.count)), timeout=PATIENCE)
         device = use_device(plan)
         wire = torch.device("cpu") if devices.shared else device
         batches = [make_batches(plan, hyper, rows, drafter, devices.count) for drafter in range(devices.count)]
