@@ -7,8 +7,8 @@ Per row with logits x, label y, weight w:
     divergence   kl = sum_v p_v (log p_v - log q_v),  x_v <- w (q_v - p_v)                     reads both, writes one
 
 with p the softmax of the target's logits and q that of x. In bf16 the cross-entropy thus moves 6 bytes per logit,
-beside the 2 that the product writes and the 2 that the next one reads. Everything is computed in fp32. A row belongs to one
-program, so sums do not depend on the number of rows, and no argument that changes from batch to batch is one that
+beside the 2 that the product writes and the 2 that the next one reads. Everything is computed in fp32. A row belongs to
+one program, so sums do not depend on the number of rows, and no argument that changes from batch to batch is one that
 Triton compiles for.
 """
 
