@@ -14,7 +14,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draftflow.target.load import Target
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+# what the sizes of Qwen3 have in common
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+}
+# one row of the length, with the anchors and the block, of the DFlash paper
+PAPER = {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16}
 
 # `config.json` of the models, but for the number of layers; and the settings of a step that suits them
 SHAPES: dict[str, dict[str, Any]] = {
@@ -42,14 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
             "hidden_size": 2560,
             "intermediate_size": 9728,
             "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
         },
-        "step": {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16},
+        "step": PAPER,
     },
     "qwen3-8b": {
         "config": QWEN3
@@ -57,14 +64,8 @@ SHAPES: dict[str, dict[str, Any]] = {
             "hidden_size": 4096,
             "intermediate_size": 12288,
             "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
         },
-        "step": {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16},
+        "step": PAPER,
     },
     "qwen3-32b": {
         "config": QWEN3
@@ -72,14 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
             "hidden_size": 5120,
             "intermediate_size": 25600,
             "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
         },
-        "step": {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16},
+        "step": PAPER,
     },
     # of no model: to see on a CPU that a benchmark runs
     "tiny": {
