@@ -163,6 +163,11 @@ def train_as_rank(rank: int, world_size: int, case: dict[str, Path], folder: Pat
     dist.destroy_process_group()
 
 
+def as_started() -> dict[str, str]:
+    """This process's variables without those that torch sets once it has been imported."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("TORCHINDUCTOR_", "TRITON_"))}
+
+
 class Stage:
     """The stages of warm-up and training as the workflow calls them.
 
@@ -173,24 +178,45 @@ class Stage:
     """
 
     def __init__(self, folder: Path, paths: dict[str, Path], settings: dict[str, Any]):
-        self.paths, self.warm = paths, folder / "step/warm.json"
-        inputs = {name: paths[name] for name in ("target", "fingerprint")}
-        command = self._command("compile_cache.warm", settings, **inputs, cache=folder / "cache", record=self.warm)
-        subprocess.run(command, check=True, env=self._environment())
+        self.folder, self.paths, self.settings = folder, paths, settings
+        self.warm = folder / "step/warm.json"
+        done = self.warm_up()
+        assert done.returncode == 0, done.stderr
+
+    def warming(self, **paths: Path) -> list[str]:
+        """The command that warms, into other `paths` than the stage's own where they are given."""
+        given = {name: self.paths[name] for name in ("target", "fingerprint")}
+        outputs = {"cache": self.folder / "cache", "record": self.warm}
+        return self._command("compile_cache.warm", self.settings, **{**given, **outputs, **paths})
+
+    def warm_up(self, **paths: Path) -> "subprocess.CompletedProcess[str]":
+        """Run it."""
+        return subprocess.run(self.warming(**paths), capture_output=True, text=True, env=as_started())
+
+    @property
+    def cache(self) -> Path:
+        """The folder of the one cache key."""
+        (manifest,) = self.folder.glob("cache/*/manifest.json")
+        return manifest.parent
+
+    def train(
+        self, settings: dict[str, Any], run: Path, variables: dict[str, str] | None = None, **paths: Path
+    ) -> "subprocess.CompletedProcess[str]":
+        """Train into the folder `run`."""
+        command = self._training(settings, run, **paths)
+        return subprocess.run(command, capture_output=True, text=True, env={**as_started(), **(variables or {})})
 
     def training(self, settings: dict[str, Any], run: Path, **paths: Path) -> "subprocess.Popen[str]":
         """Start training into the folder `run`, which has the temporary files as well."""
+        command, variables = self._training(settings, run, **paths), {**as_started(), "TMPDIR": str(run)}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+
+    def _training(self, settings: dict[str, Any], run: Path, **paths: Path) -> list[str]:
         run.mkdir(exist_ok=True)
         outputs = {name: run / name for name in ("checkpoints", "tensorboard")}
         outputs |= {"metrics": run / "metrics.jsonl", "record": run / "train.json"}
-        command = self._command("training.train", settings, **{**self.paths, "warm": self.warm, **outputs, **paths})
-        variables = {**self._environment(), "TMPDIR": str(run)}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+        return self._command("training.train", settings, **{**self.paths, "warm": self.warm, **outputs, **paths})
 
     def _command(self, module: str, settings: dict[str, Any], **paths: Path) -> list[str]:
         command = [sys.executable, "-m", f"draftflow.{module}", "--settings", json.dumps(settings)]
         return command + [word for name, path in paths.items() for word in (f"--{name}", str(path))]
-
-    def _environment(self) -> dict[str, str]:
-        """This process's variables without those that torch sets once it has been imported."""
-        return {name: value for name, value in os.environ.items() if not name.startswith(("TORCHINDUCTOR_", "TRITON_"))}

