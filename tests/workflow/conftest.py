@@ -1,8 +1,10 @@
 """The workflow as a user runs it: `snakemake` as a process of its own in an empty folder."""
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,24 @@ class Project:
         result = self.snakemake(*arguments, timeout=timeout)
         assert result.code == 0, result.output[-6000:]
         return result
+
+    def python(
+        self,
+        build: str,
+        *arguments: object,
+        path: Sequence[Path] = (),
+        stdout: int | None = None,
+        **variables: str,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run the interpreter of the installed `build`, with further folders on its path."""
+        sources = os.pathsep.join(map(str, [ROOT / "src", *path]))
+        return subprocess.run(
+            [self.only(f"results/environments/{build}-*/venv/bin/draftflow-python"), *map(str, arguments)],
+            cwd=self.folder,
+            env={**os.environ, "DRAFTFLOW_SRC": sources, **variables},
+            stdout=stdout,
+            text=True,
+        )
 
     def only(self, pattern: str) -> Path:
         """The one path below the folder that matches."""

