@@ -10,6 +10,7 @@ rule check_weights:
         target=rules.prepare_target.output.description,
         warm=rules.warm_cache.output,
         python=str(flow.environment.python),
+        archive=archive(flow.environment),
         code=code("checks.weights", "compile_cache.within"),
     output:
         f"{CHECKS}/weights.json",
@@ -25,7 +26,7 @@ rule check_weights:
         device_variables=on_first_device(),
         target=TARGET,
     shell:
-        "{params.device_variables} {input.python:q} -m draftflow.compile_cache.within {input.warm:q} draftflow.checks.weights"
+        "{on_node} {params.device_variables} {input.python:q} -m draftflow.compile_cache.within {input.warm:q} draftflow.checks.weights"
         " --drafter {input.drafter:q} --checkpoints {params.checkpoints:q}"
         " --train {input.train:q} --rows {input.rows:q} --target {params.target:q} --record {output:q} 2>&1 | logged {log:q}"
 
@@ -36,6 +37,7 @@ rule check_generation:
         held_out=rules.pack_rows.output.held_out,
         target=rules.prepare_target.output.description,
         python=str(flow.environment.python),
+        archive=archive(flow.environment),
         code=code("checks.generation"),
     output:
         record=f"{CHECKS}/generation.json",
@@ -59,7 +61,7 @@ rule check_generation:
         device_variables=on_first_device(),
         target=TARGET,
     shell:
-        "{params.device_variables} {input.python:q} -m draftflow.checks.generation --settings {params.settings:q} --drafter {input.drafter:q}"
+        "{on_node} {params.device_variables} {input.python:q} -m draftflow.checks.generation --settings {params.settings:q} --drafter {input.drafter:q}"
         " --target {params.target:q} --held-out {input.held_out:q} --device {params.device}"
         " --record {output.record:q} --table {output.table:q} 2>&1 | logged {log:q}"
 

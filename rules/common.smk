@@ -58,6 +58,13 @@ def fingerprint(environment):
     return str(environment.folder / "fingerprint.json")
 
 
+def archive(environment):
+    """What nodes copy an environment from, as inputs of the stages that run there. Its checksum says whether it changed."""
+    if not flow.copied:
+        return []
+    return [ancient(str(environment.archive)), f"{environment.archive}.sha256"]
+
+
 def requirements(environment):
     """What an external interpreter must have for the stages that run in it."""
     name = "train" if environment == flow.environment.id else "dataset"
@@ -89,6 +96,17 @@ flow = resolve()
 
 # A driver's variables must not reach the stages' interpreters; they get the package and nothing else.
 os.environ["DRAFTFLOW_SRC"] = str(Path(workflow.basedir) / "src")
+
+# A variable before the command of a stage that runs on nodes: it then runs from the node's own copy. Rules that are
+# named here only by what they write stay with the environment itself, as does everything on the host of the workflow.
+NODE_LOCAL = flow.config.environment.node_local
+on_node = f"DRAFTFLOW_NODE_LOCAL={quote(NODE_LOCAL)}" if flow.copied else ""
+if NODE_LOCAL and not flow.copied and workflow.is_main_process:
+    print(
+        "draftflow: environment.node_local holds for the compile cache;"
+        " an external interpreter is not copied",
+        file=sys.stderr,
+    )
 
 # What a stage prints is seen and kept. A signal to all processes of a job must not end this before the stage has
 # written its last words. A prefix of one's own replaces Snakemake's, strict mode included.

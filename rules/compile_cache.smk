@@ -8,6 +8,7 @@ rule warm_cache:
         fingerprint=fingerprint(flow.environment),
         python=str(flow.environment.python),
         bundle=[] if flow.bundle is None else str(flow.bundle),
+        archive=archive(flow.environment),
         code=code("compile_cache.warm", "compile_cache.exercise"),
     output:
         str(flow.warm_record),
@@ -30,7 +31,7 @@ rule warm_cache:
         ),
         target=TARGET,
     shell:
-        "{input.python:q} -m draftflow.compile_cache.warm --settings {params.settings:q}"
+        "{on_node} {input.python:q} -m draftflow.compile_cache.warm --settings {params.settings:q}"
         " --fingerprint {input.fingerprint:q} --target {params.target:q}"
         " --cache {params.cache:q} --record {output:q} {params.fresh} {params.bundle} 2>&1 | logged {log:q}"
 

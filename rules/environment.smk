@@ -1,4 +1,4 @@
-# lock, install, fingerprint
+# lock, install, pack_environment, fingerprint
 rule lock:
     localrule: True
     params:
@@ -48,10 +48,33 @@ rule install:
         " --settings {params.settings:q} {params.lock} --folder {params.folder:q} 2>&1 | logged {log:q}"
 
 
+rule pack_environment:
+    input:
+        python=rules.install.output.python,
+        record=rules.install.output.record,
+        code=code("environment.archive"),
+    output:
+        archive="results/environments/{environment}/environment.tar",
+        checksum="results/environments/{environment}/environment.tar.sha256",
+    log:
+        "logs/environments/{environment}/environment.log",
+    benchmark:
+        "logs/environments/{environment}/environment.benchmark.tsv"
+    wildcard_constraints:
+        environment="[^/]+",
+    localrule: True
+    params:
+        venv=lambda wildcards, input: str(Path(input.record).parent / "venv"),
+    shell:
+        "{input.python:q} -m draftflow.environment.archive --venv {params.venv:q} --output {output.archive:q}"
+        " 2>&1 | logged {log:q}"
+
+
 rule fingerprint:
     input:
         python=rules.install.output.python,
         record=rules.install.output.record,
+        archive=lambda wildcards: archive(flow.environments[wildcards.environment]),
         code=code("environment.fingerprint"),
     output:
         "results/environments/{environment}/fingerprint.json",
@@ -65,5 +88,5 @@ rule fingerprint:
         gpu=gpus_of_run,
         nodes=1,
     shell:
-        "{input.python:q} -m draftflow.environment.fingerprint"
+        "{on_node} {input.python:q} -m draftflow.environment.fingerprint"
         " --install {input.record:q} --output {output:q} 2>&1 | logged {log:q}"

@@ -9,6 +9,8 @@ rule train_drafter:
         fingerprint=fingerprint(flow.environment),
         warm=rules.warm_cache.output,
         python=str(flow.environment.python),
+        archive=archive(flow.environment),
+        bundle=rules.bundle_cache.output if NODE_LOCAL else [],
         code=code("training.train", "training.worker"),
     output:
         record=f"{RUN}/train.json",
@@ -27,12 +29,18 @@ rule train_drafter:
         again=lambda wildcards, input: (
             "--again" if forced("train_drafter", "warm_cache") else ""
         ),
+        # each node unpacks the bundle of the cache to its own disk
+        local=lambda wildcards, input: (
+            f"--node-local {quote(NODE_LOCAL)} --bundle {quote(input.bundle[0])}"
+            if input.bundle
+            else ""
+        ),
         tensorboard=f"{RUN}/tensorboard",
         target=TARGET,
     shell:
-        "{input.python:q} -m draftflow.training.train --settings {params.settings:q}"
+        "{on_node} {input.python:q} -m draftflow.training.train --settings {params.settings:q}"
         " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
-        " --warm {input.warm:q} --checkpoints {params.checkpoints:q}"
+        " --warm {input.warm:q} {params.local} --checkpoints {params.checkpoints:q}"
         " --tensorboard {params.tensorboard:q} --metrics {output.metrics:q} --record {output.record:q} {params.again}"
         " 2>&1 | logged {log:q}"
 

@@ -74,6 +74,17 @@ class Torch(Block):
     )
 
 
+class Environment(Block):
+    """Where the locked environment is run from."""
+
+    node_local: str | None = Field(
+        None,
+        pattern=r"^[/$]",
+        description="A folder on each node's own disk, such as /scratch/$USER (variables are those of the node):\n"
+        "environment and compile cache are copied there once per node. null: they are used where they lie.",
+    )
+
+
 class Target(Block):
     """The language model that the drafter is trained for."""
 
@@ -335,6 +346,7 @@ class Config(Block):
         description="Name of the run: results/runs/<run>/<environment>/.",
     )
     torch: Torch = Field(Torch(), description="The torch build.")
+    environment: Environment = Field(Environment(), description="Where the environment is run from.")
     target: Target = Field(Target(), description="The language model that the drafter is trained for.")
     dataset: Dataset = Field(Dataset(), description="What the drafter learns from.")
     drafter: Drafter = Field(Drafter(), description="The shape of the drafter; the rest is the target's.")

@@ -47,6 +47,11 @@ class Environment:
         return self.folder / "venv/bin/draftflow-python"
 
     @property
+    def archive(self) -> Path:
+        """What nodes copy the environment from."""
+        return self.folder / "environment.tar"
+
+    @property
     def record(self) -> Path:
         """The record of the installation."""
         return self.folder / "install.json"
@@ -146,6 +151,11 @@ class Workflow:
         if self.regenerates:
             needed.append(self.response_environment)
         return {environment.id: environment for environment in needed}
+
+    @property
+    def copied(self) -> bool:
+        """Whether nodes run from copies of the environments; an interpreter of somebody else is left where it is."""
+        return self.config.environment.node_local is not None and self.config.torch.build != "external"
 
     @property
     def python_version(self) -> str:

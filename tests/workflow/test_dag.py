@@ -1,5 +1,6 @@
 """Dry runs: which jobs each target needs, and which of them a change of the configuration causes."""
 
+import venv
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,42 @@ def test_what_decides_the_dataset_changes_its_identity(project, change):
 
 def test_where_packages_come_from_changes_nothing(project):
     assert folders(project) == folders(project, "--config", "torch={index: pypi}")
+
+
+def test_nodes_copy_the_environment_and_the_cache_and_the_workflow_itself_does_not(project):
+    node_local = ("--config", "environment={node_local: '$SCRATCH/it'}")
+    result = project.run("--dry-run", "--printshellcmds", "train", *node_local)
+    assert result.jobs == {**WHOLE, "pack_environment": 1, "bundle_cache": 1, "train": 1}
+    commands = [line for line in result.output.splitlines() if line.startswith("Shell command:")]
+    copied = {word for line in commands if "DRAFTFLOW_NODE_LOCAL='$SCRATCH/it'" in line for word in line.split()}
+    stages = {"environment.fingerprint", "compile_cache.warm", "training.train", "compile_cache.within"}
+    stages |= {"checks.generation"}
+    found = {word for word in copied if word.startswith("draftflow.")}
+    assert found == {*(f"draftflow.{stage}" for stage in stages), "draftflow.checks.weights"}
+    (training,) = [line for line in commands if "draftflow.training.train" in line]
+    assert "--node-local '$SCRATCH/it' --bundle results/compile-cache/" in training
+
+
+def test_the_environment_that_writes_responses_is_copied_too(project):
+    blocks = ("environment={node_local: /scratch}", "dataset={responses: regenerate, regenerate: {torch: 2.10.0}}")
+    result = project.run("--dry-run", "--printshellcmds", "train", "--config", *blocks)
+    assert result.jobs["pack_environment"] == 2
+    (writing,) = [line for line in result.output.splitlines() if "-m draftflow.dataset.regenerate" in line]
+    assert "DRAFTFLOW_NODE_LOCAL=/scratch" in writing
+
+
+def test_an_interpreter_of_somebody_else_is_not_copied_and_that_is_said_once(project):
+    # what is looked at of an interpreter before anything runs is in reach of one with a torch of two files
+    venv.create(project.folder / "external")
+    site = project.only("external/lib/python3*/site-packages")
+    for path, text in {
+        "torch/version.py": "__version__ = '2.11.0'\n",
+        "torch-2.11.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n",
+    }.items():
+        (site / path).parent.mkdir()
+        (site / path).write_text(text)
+    torch = "torch={version: 2.11.0, build: external, interpreter: external/bin/python}"
+    result = project.run("--dry-run", "train", "--config", torch, "environment={node_local: /scratch}")
+    assert "pack_environment" not in result.jobs
+    assert result.jobs["bundle_cache"] == 1
+    assert result.output.count("an external interpreter is not copied") == 1

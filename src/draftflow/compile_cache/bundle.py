@@ -114,7 +114,7 @@ def unpack(bundle: Path, folder: Path, held: Mapping[str, Any] | None) -> dict[s
         OSError: `folder` cannot be written.
     """
     folder = folder.resolve()
-    value = _checked_sha256(bundle)
+    value = checked_sha256(bundle)
     inside = list(folder.rglob("*"))
     if any(path.is_symlink() or not path.is_dir() for path in inside):
         raise DraftflowError(
@@ -158,7 +158,7 @@ def _beside(bundle: Path) -> Path:
     return bundle.with_name(bundle.name + ".sha256")
 
 
-def _checked_sha256(bundle: Path) -> str:
+def checked_sha256(bundle: Path) -> str:
     """SHA-256 of what is at least called a bundle, compared with the one beside it."""
     if not bundle.is_file():
         remedy = "Make it with `snakemake bundle_cache` where the cache is warm, and copy it here."

@@ -28,16 +28,23 @@ from draftflow.stage import Record, run_stage, say, stage_parser, write_text
 # The environment's packages and draftflow's sources, and nothing of the user's: not ~/.local, not PYTHONPATH, not the
 # working directory, in which a folder called `numpy` would be found first. Bytecode is kept even where the user's shell
 # forbids it: without it `import torch` takes twice as long, in every stage.
+# DRAFTFLOW_PYTHON is what starts a stage on another node, where a copy of this one has yet to be made.
 _MANAGED = """#!/bin/sh
 unset PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 PYTHONPATH="${DRAFTFLOW_SRC-}"
-exec "$(dirname -- "$(realpath -- "$0")")/python" "$@"
+bin="$(dirname -- "$(realpath -- "$0")")"
+export DRAFTFLOW_PYTHON="$bin/draftflow-python"
+if [ -n "${DRAFTFLOW_NODE_LOCAL-}" ]; then
+    bin="$("$bin/python" -S -m draftflow.environment.node_local "$bin/../..")/bin" || exit
+fi
+exec "$bin/python" "$@"
 """
 
 # Somebody else's environment may live on PYTHONPATH (site modules do): draftflow's sources come first, the rest stays.
 # Bytecode is kept here where the environment has none: nothing is written into it.
 _EXTERNAL = """#!/bin/sh
 export PYTHONSAFEPATH=1 PYTHONPATH="${{DRAFTFLOW_SRC-}}${{PYTHONPATH:+:$PYTHONPATH}}"
+export DRAFTFLOW_PYTHON="$(realpath -- "$0")"
 {bytecode}exec {interpreter} "$@"
 """
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from draftflow import sources
 from draftflow.compile_cache import key
+from draftflow.compile_cache.local import local_cache
 from draftflow.compile_cache.warm import CacheInUse, WarmUp, in_use
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, end_with_parent, run_stage, say, sha256, stage_parser, write_text
@@ -42,8 +43,18 @@ def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.Checkpoint:
+def train(
+    job: Job, warm: Path, devices: Devices, record: Record, local: tuple[Path, str] | None = None
+) -> checkpoint.Checkpoint:
     """Train to the end, or go on with that; returns the last checkpoint.
+
+    Args:
+        job: of the workers.
+        warm: `warm.json`.
+        devices: of the run.
+        record: of the stage.
+        local: the bundle of the cache, and the folder on the node's disk that it is unpacked to; None to use the
+            cache where it was warmed.
 
     Raises:
         DraftflowError: the compile cache is not warm for this run, or a worker refused or failed.
@@ -55,10 +66,10 @@ def train(job: Job, warm: Path, devices: Devices, record: Record) -> checkpoint.
         return found
     _, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
     compile_part = json.loads(job.fingerprint.read_text(encoding="utf-8"))["compile"]
-    work = WarmUp(job.settings, job.fingerprint, job.target)
+    work, held = WarmUp(job.settings, job.fingerprint, job.target), key.contents(compile_part, plan)
     with (
         tempfile.TemporaryDirectory(prefix="draftflow-") as folder,
-        in_use(work, warm, key.contents(compile_part, plan), record) as cache,
+        local_cache(*local, held, record) if local else in_use(work, warm, held, record) as cache,
     ):
         features = f", features from {len(devices.target_ids)} x {devices.slug}" if devices.split else ""
         say(f"training on {devices.count} x {devices.slug}{features}, {job.steps} steps")
@@ -196,6 +207,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True, help="rows.safetensors")
     parser.add_argument("--target", type=Path, required=True, help="folder of the prepared target")
     parser.add_argument("--warm", type=Path, required=True, help="warm.json")
+    parser.add_argument("--bundle", type=Path, help="the bundle of that cache, for --node-local")
+    parser.add_argument("--node-local", help="folder on the node's own disk, from which the cache is then read")
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl")
     parser.add_argument("--tensorboard", type=Path, required=True, help="folder of TensorBoard files")
@@ -217,7 +230,8 @@ def main() -> None:
     if arguments.again and (finished := checkpoint.latest(job.checkpoints)) and finished.step == job.steps:
         say(f"training again, in place of {finished.folder}")
         shutil.rmtree(job.checkpoints)
-    found = train(job, arguments.warm, devices, record)
+    local = (arguments.bundle, arguments.node_local) if arguments.node_local else None
+    found = train(job, arguments.warm, devices, record, local)
     write_text(arguments.metrics, found.metrics())
     fingerprint = json.loads(arguments.fingerprint.read_text(encoding="utf-8"))
     record["run_digest"] = digest
