@@ -1,6 +1,6 @@
 # draftflow: from a target model, prompts and a choice of torch build to a checked DFlash drafter.
 #
-#   results/environments/<env_id>/               venv/ install.json fingerprint.json
+#   results/environments/<env_id>/               venv/ install.json fingerprint.json, environment.tar where nodes copy it
 #   results/targets/<target_id>/                 tokenizer/ target.json
 #   results/conversations/<conversations_id>/    conversations.jsonl, responses.jsonl where the target writes them
 #   results/datasets/<dataset_id>/               rows.safetensors held_out.jsonl

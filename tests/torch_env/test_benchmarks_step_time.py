@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftflow.drafter.mask import allowed
 from draftflow.errors import DraftflowError
+from draftflow.training.plan import make_plan
 
 TINY = ["--shape", "tiny", "--block", "8", "--eager", "--rounds", "2", "--burst", "1", "--warm-up", "1"]
 CPU = torch.device("cpu")
@@ -267,3 +268,15 @@ def test_a_document_without_a_place_for_the_tables_is_refused(tmp_path):
     document.write_text("No markers.")
     with pytest.raises(DraftflowError, match="no place for the tables"):
         step_time.replace_tables(document, "tables")
+
+
+def test_the_model_of_scaling_counts_the_operations_that_the_benchmark_does():
+    from scaling import drafter_shape, row_flops
+    from step_time_trials import useful_flops
+
+    step = {"row_length": 3072, "rows_per_step": 1, "anchors_per_row": 512, "block_size": 16}
+    shape = drafter_shape("qwen3-8b", 16, 36)
+    plan = make_plan(vars(shape), {**step, "precision": "bf16"}, "cuda", 1)
+    visible, supervised = 512 * 16 * (3072 // 2 + 16), 512 * 15
+    found = row_flops(shape, step)
+    assert found["forward"] + found["backward"] == sum(useful_flops(shape, plan, visible, supervised).values())

@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 
 from training_cases import Stage, as_started, make_case, make_settings, read_metrics
 
+from draftflow.compile_cache import bundle, manifest
+
 pytestmark = pytest.mark.slow
 
 SETTINGS = make_settings(steps=500, evaluate_every=100, checkpoint_every=100)
@@ -158,3 +160,20 @@ def test_a_missing_warm_up_is_refused(stage, tmp_path):
 def test_a_switched_off_compiler_is_refused(stage, tmp_path):
     done = stage.train(SETTINGS, tmp_path, {"TORCH_COMPILE_DISABLE": "1"})
     assert "TORCH_COMPILE_DISABLE=1 switches compilation off" in done.stderr
+
+
+def test_a_node_trains_from_its_own_copy_of_the_cache_and_leaves_the_shared_one_alone(case, tmp_path):
+    bundle.pack(case.warm_record, tmp_path / "bundle.tar.xz")
+    before = {path: path.stat().st_mtime_ns for path in case.cache.rglob("*")}
+    outputs = {name: tmp_path / name for name in ("checkpoints", "metrics", "tensorboard", "record")}
+    local = {"bundle": tmp_path / "bundle.tar.xz", "node-local": Path("$NODE_DISK/it")}
+    done = case.train(make_settings(steps=4), {"NODE_DISK": str(tmp_path)}, **outputs, **local)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record").read_text())
+    folder = Path(record["cache"]["folder"])
+    assert folder.parent == tmp_path / "it/compile-cache"
+    assert record["cache"]["files"] == len(manifest.read(case.cache))
+    (guard,) = record["guard"]
+    assert (guard["fx_graph_hits"], guard["fx_graph_misses"], guard["kernels_built"]) == (3, 0, 0)
+    assert manifest.examine(folder).sound
+    assert {path: path.stat().st_mtime_ns for path in case.cache.rglob("*")} == before
