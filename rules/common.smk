@@ -97,8 +97,8 @@ flow = resolve()
 # A driver's variables must not reach the stages' interpreters; they get the package and nothing else.
 os.environ["DRAFTFLOW_SRC"] = str(Path(workflow.basedir) / "src")
 
-# A variable before the command of a stage that runs on nodes: it then runs from the node's own copy. Rules that are
-# named here only by what they write stay with the environment itself, as does everything on the host of the workflow.
+# A variable before the command of a stage, which then runs from its node's own copy of the environment. Not before
+# those that run on the host of the workflow, or for a moment.
 NODE_LOCAL = flow.config.environment.node_local
 on_node = f"DRAFTFLOW_NODE_LOCAL={quote(NODE_LOCAL)}" if flow.copied else ""
 if NODE_LOCAL and not flow.copied and workflow.is_main_process:

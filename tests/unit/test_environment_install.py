@@ -264,6 +264,8 @@ def test_an_external_interpreter_is_wrapped_and_nothing_installed(external: Path
     (tmp_path / "module" / "of_the_site.py").write_text("value = 3")
     code = "import draftflow, torch, of_the_site; print(of_the_site.value)"
     assert run(tmp_path / "env", code, PYTHONPATH=str(tmp_path / "module"), DRAFTFLOW_SRC=str(SOURCE)) == "3"
+    wrapper = (tmp_path / "env/venv/bin/draftflow-python").resolve()
+    assert run(tmp_path / "env", "import os; print(os.environ['DRAFTFLOW_PYTHON'])") == str(wrapper)
 
 
 def test_bytecode_of_an_external_environment_that_has_none_is_kept_beside_the_wrapper(external: Path, tmp_path: Path):

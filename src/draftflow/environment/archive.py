@@ -35,6 +35,9 @@ AGAIN = "Run `snakemake --forcerun pack_environment`."
 # what starts the shared environment's stages, and would look for an archive beside a copy
 _LEFT_OUT = "bin/draftflow-python"
 
+# that make bytecode: the host of a workflow is often shared
+_WORKERS = 8
+
 # of local file systems
 _BLOCK = 4096
 _MEBIBYTE = 2**20
@@ -61,7 +64,7 @@ def pack(venv: Path, output: Path) -> dict[str, Any]:
     """
     site = site_packages(venv)
     # some packages ship files that are no Python of this version: left without
-    compileall.compile_dir(site, quiet=2, workers=len(os.sched_getaffinity(0)))
+    compileall.compile_dir(site, quiet=2, workers=min(_WORKERS, len(os.sched_getaffinity(0))))
     records.require_whole(records.inspect(site), str(venv))
     paths = sorted(str(path.relative_to(venv)) for path in _walk(venv))
     sizes = [(venv / path).lstat().st_size for path in paths if not (venv / path).is_symlink()]
@@ -108,6 +111,8 @@ def unpack(archive: Path, expected: str, venv: Path) -> Listing:
                 while (member := members.next()) is not None:
                     if not _is_safe(member.name) or not (member.isreg() or member.issym()):
                         raise ValueError(f"{member.name!r} is not a file within it")
+                    if member.name in listing:
+                        raise ValueError(f"{member.name} is there twice")
                     path = venv / member.name
                     if path.parent not in folders:
                         path.parent.mkdir(parents=True, exist_ok=True)
