@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -162,18 +163,17 @@ def test_a_switched_off_compiler_is_refused(stage, tmp_path):
     assert "TORCH_COMPILE_DISABLE=1 switches compilation off" in done.stderr
 
 
-def test_a_node_trains_from_its_own_copy_of_the_cache_and_leaves_the_shared_one_alone(case, tmp_path):
-    bundle.pack(case.warm_record, tmp_path / "bundle.tar.xz")
-    before = {path: path.stat().st_mtime_ns for path in case.cache.rglob("*")}
-    outputs = {name: tmp_path / name for name in ("checkpoints", "metrics", "tensorboard", "record")}
+def test_a_node_trains_from_its_own_copy_of_the_cache_and_leaves_the_shared_one_alone(stage, tmp_path):
+    bundle.pack(stage.warm, tmp_path / "bundle.tar.xz")
+    before = {path: path.stat().st_mtime_ns for path in stage.cache.rglob("*")}
     local = {"bundle": tmp_path / "bundle.tar.xz", "node-local": Path("$NODE_DISK/it")}
-    done = case.train(make_settings(steps=4), {"NODE_DISK": str(tmp_path)}, **outputs, **local)
+    done = stage.train(make_settings(steps=4), tmp_path / "run", {"NODE_DISK": str(tmp_path)}, **local)
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "record").read_text())
+    record = json.loads((tmp_path / "run/train.json").read_text())
     folder = Path(record["cache"]["folder"])
     assert folder.parent == tmp_path / "it/compile-cache"
-    assert record["cache"]["files"] == len(manifest.read(case.cache))
+    assert record["cache"]["files"] == len(manifest.read(stage.cache))
     (guard,) = record["guard"]
     assert (guard["fx_graph_hits"], guard["fx_graph_misses"], guard["kernels_built"]) == (3, 0, 0)
     assert manifest.examine(folder).sound
-    assert {path: path.stat().st_mtime_ns for path in case.cache.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in stage.cache.rglob("*")} == before
