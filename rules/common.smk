@@ -98,7 +98,8 @@ flow = resolve()
 os.environ["DRAFTFLOW_SRC"] = str(Path(workflow.basedir) / "src")
 
 # A variable before the command of a stage, which then runs from its node's own copy of the environment. Not before
-# those that run on the host of the workflow, or for a moment.
+# those that run on the host of the workflow or for a moment, nor where the target writes responses: what a stage is
+# copied from is among its inputs, and responses are not to be written anew because of it.
 NODE_LOCAL = flow.config.environment.node_local
 on_node = f"DRAFTFLOW_NODE_LOCAL={quote(NODE_LOCAL)}" if flow.copied else ""
 if NODE_LOCAL and not flow.copied and workflow.is_main_process:

@@ -78,7 +78,6 @@ if flow.regenerates:
             conversations=rules.read_conversations.output.conversations,
             target=rules.prepare_target.output.description,
             python=str(flow.response_environment.python),
-            archive=archive(flow.response_environment),
             code=code("dataset.regenerate"),
         output:
             responses=f"{CONVERSATIONS}/responses.jsonl",
@@ -101,7 +100,7 @@ if flow.regenerates:
             device_variables=on_first_device(),
             target=TARGET,
         shell:
-            "{on_node} {params.device_variables} {input.python:q} -m draftflow.dataset.regenerate --settings {params.settings:q} --device {params.device}"
+            "{params.device_variables} {input.python:q} -m draftflow.dataset.regenerate --settings {params.settings:q} --device {params.device}"
             " --target {params.target:q} --conversations {input.conversations:q}"
             " --output {output.responses:q} --record {output.record:q} 2>&1 | logged {log:q}"
 

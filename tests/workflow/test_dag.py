@@ -1,5 +1,6 @@
 """Dry runs: which jobs each target needs, and which of them a change of the configuration causes."""
 
+import re
 import venv
 from pathlib import Path
 
@@ -97,12 +98,15 @@ def test_nodes_copy_the_environment_and_the_cache_and_the_workflow_itself_does_n
     assert "--node-local '$SCRATCH/it' --bundle results/compile-cache/" in training
 
 
-def test_the_environment_that_writes_responses_is_copied_too(project):
-    blocks = ("environment={node_local: /scratch}", "dataset={responses: regenerate, regenerate: {torch: 2.10.0}}")
-    result = project.run("--dry-run", "--printshellcmds", "train", "--config", *blocks)
-    assert result.jobs["pack_environment"] == 2
-    (writing,) = [line for line in result.output.splitlines() if "-m draftflow.dataset.regenerate" in line]
-    assert "DRAFTFLOW_NODE_LOCAL=/scratch" in writing
+def test_where_nodes_run_from_is_no_reason_to_write_responses_anew(project):
+    def inputs(*blocks):
+        output = project.run("--dry-run", "train", "--config", "dataset={responses: regenerate}", *blocks).output
+        rules = re.findall(r"^(?:local)?rule (\w+):\n    input: (.*)$", output, re.MULTILINE)
+        return {rule for rule in rules if rule[0] in (*DATASET, "regenerate_responses")}
+
+    before = inputs()
+    assert "regenerate_responses" in dict(before)
+    assert inputs("environment={node_local: /scratch}") == before
 
 
 def test_an_interpreter_of_somebody_else_is_not_copied_and_that_is_said_once(project):
