@@ -1,0 +1,354 @@
+"""A real Slurm on loopback: munged, slurmctld and several slurmd with pretended GPUs, with or without accounting.
+
+No systemd, no cgroups; everything lies in one folder. By hand, until Ctrl-C:
+
+    python tests/slurm/cluster.py [--accounting]
+
+A job's inner srun does not see SLURM_CONF (snakemake-executor-plugin-slurm-jobstep drops it), so that the configuration
+is linked where Slurm looks for that of a server (/run/slurm/conf). A machine that has one of its own is left alone.
+"""
+
+import argparse
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue"]
+ACCOUNTING_PROGRAMS = ["slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"]
+PACKAGES = "munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd slurm-wlm-mysql-plugin mariadb-server"
+
+SITE = Path("/etc/slurm/slurm.conf")
+SERVED = Path("/run/slurm/conf")
+
+SLURM_CONF = """\
+ClusterName=loopback
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+MailProg=/bin/true
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+# of the task plugins, the one that takes the --cpu-bind of a job's inner srun
+TaskPlugin=task/affinity
+# a node may claim more cores than the machine has
+SlurmdParameters=config_overrides
+ReturnToService=2
+SchedulerType=sched/backfill
+SchedulerParameters=sched_min_interval=100000,bf_interval=1,default_queue_depth=1000
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+GresTypes=gpu
+MinJobAge={min_job_age}
+KillWait={kill_wait}
+InactiveLimit=0
+{accounting}
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=1-0 DefaultTime=30 State=UP
+"""
+
+WITHOUT_ACCOUNTING = "AccountingStorageType=accounting_storage/none\nJobAcctGatherType=jobacct_gather/none"
+
+WITH_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStorageTRES=gres/gpu
+AccountingStoragePass={folder}/munge/socket
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=5"""
+
+SLURMDBD_CONF = """\
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+DbdHost={host}
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser=root
+PidFile={folder}/slurmdbd.pid
+LogFile={folder}/log/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_acct_db
+"""
+
+
+def missing(accounting: bool) -> list[str]:
+    """What is not there for a cluster: programs, root, a place for its configuration."""
+    programs = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else [])
+    lacking = [name for name in programs if shutil.which(name, path=_path()) is None]
+    if os.geteuid() != 0:
+        lacking.append("root")
+    if SITE.exists() or (SERVED.exists() and not _ours(SERVED)):
+        lacking.append("machine without a Slurm of its own")
+    return lacking
+
+
+def _ours(link: Path) -> bool:
+    """Whether a link to a configuration was made here, by a session that may have been killed."""
+    return link.is_symlink() and (not link.exists() or (link / "draftflow-loopback").exists())
+
+
+@dataclass
+class Cluster:
+    """A cluster in `folder`, to be used as a context manager.
+
+    Args:
+        folder: for all of its files.
+        nodes: their number; they are named node1 to nodeN.
+        gpus: pretended GPUs of each node.
+        cores: that each node claims.
+        accounting: with slurmdbd and MariaDB; without it sacct knows nothing.
+        min_job_age: seconds for which squeue remembers jobs that are over.
+        kill_wait: seconds between a job's SIGTERM and its SIGKILL.
+    """
+
+    folder: Path
+    nodes: int = 2
+    gpus: int = 2
+    cores: int = 4
+    accounting: bool = True
+    min_job_age: int = 300
+    kill_wait: int = 30
+    _database: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            self._cancel_all()
+        with contextlib.suppress(FileNotFoundError):
+            if SERVED.readlink() == self.folder:
+                SERVED.unlink()
+        _end(*self.folder.glob("slurmd-*.pid"), self.folder / "slurmctld.pid")
+        _end(self.folder / "slurmdbd.pid")
+        if self._database is not None:
+            self._database.terminate()
+            self._database.wait()
+        _end(self.folder / "munge/pid")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of commands that use this cluster."""
+        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
+
+    def run(self, *command: str, timeout: float = 60) -> str:
+        """What a command of Slurm prints; it must succeed."""
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=timeout, cwd=self.folder
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def jobs(self, *options: str) -> list[list[str]]:
+        """Jobs in squeue: id, state, comment."""
+        lines = self.run("squeue", "--noheader", "--format=%i|%T|%k", *options).splitlines()
+        return [line.split("|") for line in lines]
+
+    def left_over(self) -> list[str]:
+        """Commands of processes that belong to this cluster or to a job of it, by their environment."""
+        found = []
+        mark = f"SLURM_CONF={self.folder}/slurm.conf\0".encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if int(process.name) != os.getpid() and mark in (process / "environ").read_bytes() + b"\0":
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+    def _start(self) -> None:
+        for name in ("state", "spool", "log", "munge", *(f"spool/node{node}" for node in range(1, self.nodes + 1))):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        (self.folder / "draftflow-loopback").touch()
+        ports = _free_ports(2 + self.nodes)
+        self._write(ports)
+        if _ours(SERVED):
+            SERVED.unlink()
+        SERVED.parent.mkdir(parents=True, exist_ok=True)
+        SERVED.symlink_to(self.folder)
+        self._start_munge()
+        if self.accounting:
+            self._start_accounting()
+        self._call("slurmctld")
+        for node in range(1, self.nodes + 1):
+            self._call("slurmd", "-N", f"node{node}")
+        self.wait(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.nodes, "idle nodes")
+
+    def _write(self, ports: list[int]) -> None:
+        host, folder = socket.gethostname().split(".")[0], self.folder
+        words = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+        memory = int(words.split()[1]) // 1024 * 9 // 10
+        devices = [folder / f"gpu{index}" for index in range(self.gpus)]
+        for device in devices:
+            # a GPU is counted by its device file, which must be one: /dev/null by another name
+            os.mknod(device, 0o666 | 0o020000, os.makedev(1, 3))
+        names = [f"node{node}" for node in range(1, self.nodes + 1)]
+        gpus = f" Gres=gpu:fake:{self.gpus}" if self.gpus else ""
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+            f" CPUs={self.cores} RealMemory={memory}{gpus}"
+            for name, port in zip(names, ports[2:], strict=True)
+        ]
+        accounting = WITH_ACCOUNTING if self.accounting else WITHOUT_ACCOUNTING
+        (folder / "slurm.conf").write_text(
+            SLURM_CONF.format(
+                host=host,
+                port=ports[0],
+                folder=folder,
+                min_job_age=self.min_job_age,
+                kill_wait=self.kill_wait,
+                accounting=accounting.format(port=ports[1], folder=folder),
+                nodes="\n".join(nodes),
+            )
+        )
+        lines = [f"NodeName={name} Name=gpu Type=fake File={device}" for name in names for device in devices]
+        (folder / "gres.conf").write_text("\n".join(lines) + "\n")
+        dbd = folder / "slurmdbd.conf"
+        dbd.touch(mode=0o600)
+        dbd.write_text(SLURMDBD_CONF.format(host=host, port=ports[1], folder=folder))
+
+    def _start_munge(self) -> None:
+        munge = self.folder / "munge"
+        (munge / "key").touch(mode=0o600)
+        (munge / "key").write_bytes(secrets.token_bytes(1024))
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        # --force: a folder below /tmp, which all may write to
+        self._call("munged", "--force", *(f"--{option}={munge / name}" for option, name in files.items()))
+
+    def _start_accounting(self) -> None:
+        folder = self.folder / "database"
+        folder.mkdir()
+        options = ["--user=root", f"--datadir={folder}/data"]
+        self._call("mariadb-install-db", *options, "--auth-root-authentication-method=normal")
+        options += [f"--socket={folder}/socket", f"--pid-file={folder}/pid", "--skip-networking"]
+        options += ["--innodb-buffer-pool-size=128M", "--innodb-lock-wait-timeout=900"]
+        with (folder / "log").open("w") as log:
+            self._database = subprocess.Popen(
+                [
+                    "mariadbd",
+                    "--no-defaults",
+                    *options,
+                    "--innodb-buffer-pool-size=128M",
+                    "--innodb-lock-wait-timeout=900",
+                ],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        client = ["mariadb", "-uroot", "-S", f"{folder}/socket", "-e", "create database if not exists slurm_acct_db"]
+        self.wait(lambda: self.run(*client) == "", "MariaDB")
+        # the client library finds a socket of one's own through this variable alone
+        self._call("slurmdbd", MYSQL_UNIX_PORT=f"{folder}/socket")
+        self.wait(lambda: self.run("sacctmgr", "-n", "show", "cluster") is not None, "slurmdbd")
+        self.run("sacctmgr", "-i", "add", "cluster", "loopback")
+        self.run("sacctmgr", "-i", "add", "account", "test", "Description=test", "Organization=test")
+        self.run("sacctmgr", "-i", "add", "user", "root", "Account=test")
+
+    def _call(self, *command: str, **variables: str) -> None:
+        done = subprocess.run(
+            command, env={**self.environment, **variables}, cwd=self.folder, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+    def wait(self, ready: Callable[[], bool], what: str, seconds: float = 30) -> None:
+        """Until `ready` says so; it may fail until then."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                if ready():
+                    return
+                error = ""
+            except AssertionError as failure:
+                error = str(failure)
+            assert time.monotonic() < end, f"no {what} within {seconds:.0f} s {error}"
+            time.sleep(0.1)
+
+    def _cancel_all(self) -> None:
+        if not (self.folder / "slurmctld.pid").exists():
+            return
+        self.run("scancel", "--user=root", "--state=PENDING")
+        self.run("scancel", "--user=root", "--full", "--signal=KILL")
+        self.wait(lambda: not self.jobs(), "end of all jobs")
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+
+
+def _end(*pid_files: Path) -> None:
+    """End the daemons of these pid files, and wait for them."""
+    pids = [int(path.read_text()) for path in pid_files if path.exists()]
+    for number, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+        end = time.monotonic() + seconds
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while pids and time.monotonic() < end:
+            time.sleep(0.1)
+            pids = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@contextlib.contextmanager
+def running(folder: Path, **settings) -> Iterator[Cluster]:
+    """A cluster, and nothing of it afterwards."""
+    with Cluster(folder, **settings) as cluster:
+        yield cluster
+    end = time.monotonic() + 10
+    while cluster.left_over() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert cluster.left_over() == []
+
+
+def main() -> None:
+    """Bring up a cluster and keep it until a signal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--accounting", action="store_true")
+    arguments = parser.parse_args()
+    if lacking := missing(arguments.accounting):
+        sys.exit(f"no {', '.join(lacking)}; Debian's packages: {PACKAGES}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        running(Path(folder), accounting=arguments.accounting) as cluster,
+    ):
+        print(f"export SLURM_CONF={cluster.folder}/slurm.conf", flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

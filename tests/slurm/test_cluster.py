@@ -1,0 +1,26 @@
+"""What the other tests stand on: the cluster hands out pretended GPUs, and ends what it started."""
+
+import pytest
+
+from conftest import bring_up
+
+
+@pytest.fixture
+def passing(tmp_path):
+    """A cluster that goes down within the test."""
+    brought_up = bring_up(tmp_path, accounting=False, kill_wait=2)
+    yield next(brought_up), lambda: next(brought_up, None)
+    brought_up.close()
+
+
+def test_jobs_get_gpus_of_their_own_and_none_of_them_outlives_the_cluster(passing):
+    slurm, bring_down = passing
+    job = "trap '' TERM; echo $SLURMD_NODENAME:$CUDA_VISIBLE_DEVICES > {}; sleep 600"
+    files = [slurm.folder / name for name in ("a", "b", "c", "d")]
+    for file in files:
+        slurm.run("sbatch", "--gpus=1", "--ntasks=1", "--mem=100", f"--wrap={job.format(file)}")
+    slurm.wait(lambda: all(file.exists() and file.read_text() for file in files), "start of all jobs")
+    assert sorted(file.read_text().strip() for file in files) == ["node1:0", "node1:1", "node2:0", "node2:1"]
+    assert slurm.left_over() != []
+    bring_down()
+    assert slurm.left_over() == []
