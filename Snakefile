@@ -56,3 +56,7 @@ if not probing:
     rule check:
         input:
             rules.require_checks.output,
+
+
+onstart:
+    before_first_job()

@@ -19,8 +19,7 @@ rule check_weights:
     benchmark:
         benchmark_of(f"{CHECKS}/weights")
     resources:
-        gpu=lambda wildcards: min(1, gpus_of_run(wildcards)),
-        nodes=1,
+        **flow.resources(min(1, flow.devices.gpus)),
     params:
         checkpoints=f"{RUN}/checkpoints",
         device_variables=on_first_device(),
@@ -46,10 +45,9 @@ rule check_generation:
         log_of(f"{CHECKS}/generation"),
     benchmark:
         benchmark_of(f"{CHECKS}/generation")
-    threads: all_cores
+    threads: cores(1)
     resources:
-        gpu=lambda wildcards: min(1, gpus_of_run(wildcards)),
-        nodes=1,
+        **flow.resources(min(1, flow.devices.gpus)),
     params:
         settings=as_json(
             flow.config.checks.model_dump(
@@ -79,6 +77,7 @@ rule check_records:
         log_of(f"{CHECKS}/records"),
     benchmark:
         benchmark_of(f"{CHECKS}/records")
+    retries: 0
     params:
         settings=as_json(
             flow.config.checks.model_dump(mode="json", include={"compile"})
@@ -104,6 +103,7 @@ rule collect_checks:
         log_of(f"{RUN}/checks"),
     benchmark:
         benchmark_of(f"{RUN}/checks")
+    retries: 0
     params:
         env_id=flow.environment.id,
     shell:
@@ -140,6 +140,7 @@ rule require_checks:
         f"{RUN}/checks.passed",
     log:
         log_of(f"{RUN}/verdict"),
+    retries: 0
     localrule: True
     shell:
         "{input.python:q} -m draftflow.checks.verdict --checks {input.checks:q} --output {output:q} 2>&1 | logged {log:q}"

@@ -6,13 +6,67 @@ from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 
+from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
+
 sys.path.insert(0, str(Path(workflow.basedir) / "src"))
 
 from draftflow import config as configuration
-from draftflow import sources
+from draftflow import drivers, scheduler, sources
 from draftflow.errors import DraftflowError
+from draftflow.processes import Process
+from draftflow.stage import say
 from draftflow.training.devices import process_environment
 from draftflow.workflow import Workflow
+
+
+def command_line():
+    """Snakemake's own reading of its command line and profiles; None where it was not started by one.
+
+    What of it concerns the execution, the workflow is told only after this file was read.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "args_to_api":
+        frame = frame.f_back
+    return frame and frame.f_locals["args"]
+
+
+def takes_jobs_elsewhere():
+    """Whether a scheduler takes the jobs to other hosts, as this Snakemake was told or was itself told by one."""
+    arguments = command_line()
+    if workflow.remote_exec or arguments is None:
+        return workflow.remote_exec
+    plugin = ExecutorPluginRegistry().get_plugin(arguments.executor)
+    return not plugin.common_settings.local_exec
+
+
+def before_parsing_on():
+    """Mend what a killed Snakemake left here, if this one is about to run jobs; who this one is, for the next."""
+    arguments = command_line()
+    if arguments and not (
+        workflow.remote_exec or arguments.dryrun or arguments.nolock or arguments.unlock
+    ):
+        if mended := drivers.remove_stale_locks():
+            say(mended)
+    return Process.here()
+
+
+def before_first_job():
+    """Refuse what a job of a killed Snakemake still does, and tell the next one what this one's jobs do."""
+    outputs = {}
+    for job in workflow.dag.needrun_jobs():
+        name = (workflow.dag.get_job_group(job) or job).name
+        outputs.setdefault(name, []).extend(str(output) for output in job.output)
+    executor = workflow.scheduler._executor
+    try:
+        drivers.require_not_submitted(outputs, scheduler.queued_jobs())
+    except DraftflowError as error:
+        sys.exit(f"draftflow: error: {error}")
+    drivers.register(
+        this_driver, getattr(executor, "run_uuid", f"local-{os.getpid()}"), outputs
+    )
+    if hasattr(workflow.executor_settings, "status_command"):
+        if warning := scheduler.make_jobs_visible(workflow.executor_settings):
+            say(f"warning: {warning}")
 
 
 def resolve():
@@ -25,6 +79,7 @@ def resolve():
             configuration.load(config),
             Path(workflow.basedir),
             locking="lock" in sys.argv[1:],
+            remote=takes_jobs_elsewhere(),
         )
         if not probing:
             flow.environments, flow.dataset_id, flow.warm_record, flow.bundle
@@ -77,21 +132,19 @@ def on_first_device():
     return " ".join(f"{name}={value}" for name, value in visible.items())
 
 
-def gpus_of_run(wildcards):
-    return flow.devices.gpus
-
-
 def forced(*rules):
     """Whether --forcerun names one of these rules, or everything is forced."""
     settings = workflow.dag_settings
     return settings.forceall or not settings.forcerun.isdisjoint(rules)
 
 
-def all_cores(wildcards):
-    return workflow.cores or 1
+def cores(devices):
+    """Threads of a rule that works on so many devices: all cores of this machine, or what a cluster's job asks for."""
+    return flow.cores(devices) if flow.remote else lambda wildcards: workflow.cores or 1
 
 
 probing = "probe" in sys.argv[1:]
+this_driver = before_parsing_on()
 flow = resolve()
 
 # A driver's variables must not reach the stages' interpreters; they get the package and nothing else.
@@ -109,12 +162,13 @@ if NODE_LOCAL and not flow.copied and workflow.is_main_process:
         file=sys.stderr,
     )
 
-# What a stage prints is seen and kept. A signal to all processes of a job must not end this before the stage has
-# written its last words. A prefix of one's own replaces Snakemake's, strict mode included.
+# What a stage prints is seen and kept. A signal to all processes of a job must not end this, nor the shell that waits
+# for the stage, before the stage has written its last words: a scheduler ends what the shell leaves. A prefix of one's
+# own replaces Snakemake's, strict mode included.
 shell.prefix(
-    "set -euo pipefail; logged() {{ (trap '' INT TERM HUP; exec tee \"$1\"); }}; "
+    "set -euo pipefail; trap : TERM; logged() {{ (trap '' INT TERM HUP; exec tee \"$1\"); }}; "
 )
 
-# GPUs are counted only against a limit, and a profile or --resources may give another.
-if "gpu" not in workflow.global_resources and not probing:
+# GPUs of this machine are counted only against a limit, and a profile or --resources may give another.
+if "gpu" not in workflow.global_resources and not probing and not flow.remote:
     workflow.register_resource("gpu", max(1, len(flow.gpus)))

@@ -16,12 +16,11 @@ rule warm_cache:
         log_of(flow.warm_record.with_suffix("")),
     benchmark:
         benchmark_of(flow.warm_record.with_suffix(""))
-    threads: all_cores
+    threads: cores(flow.devices.processes)
     resources:
         # all devices of the run, on one node, walked one after the other in one job: a scheduler that hands out
         # devices job by job would give the same one each time
-        gpu=gpus_of_run,
-        nodes=1,
+        **flow.resources(flow.devices.gpus),
     params:
         settings=as_json(flow.step_settings),
         cache=str(flow.compile_cache),

@@ -18,6 +18,7 @@ if flow.target_package:
             log_of(f"{TARGET}/package"),
         benchmark:
             benchmark_of(f"{TARGET}/package")
+        retries: 0
         localrule: True
         params:
             python=lambda wildcards, input: sys.executable,
@@ -40,6 +41,7 @@ rule prepare_target:
         log_of(f"{TARGET}/prepare"),
     benchmark:
         benchmark_of(f"{TARGET}/prepare")
+    retries: 0
     localrule: True
     params:
         settings=as_json(flow.config.target.model_dump(mode="json")),
@@ -64,6 +66,7 @@ rule read_conversations:
         log_of(f"{CONVERSATIONS}/conversations"),
     benchmark:
         benchmark_of(f"{CONVERSATIONS}/conversations")
+    retries: 0
     params:
         settings=as_json({"responses": flow.config.dataset.responses}),
     shell:
@@ -86,10 +89,9 @@ if flow.regenerates:
             log_of(f"{CONVERSATIONS}/responses"),
         benchmark:
             benchmark_of(f"{CONVERSATIONS}/responses")
-        threads: all_cores
+        threads: cores(1)
         resources:
-            gpu=lambda wildcards: min(1, gpus_of_run(wildcards)),
-            nodes=1,
+            **flow.resources(min(1, flow.devices.gpus)),
         params:
             settings=as_json(
                 flow.config.dataset.regenerate.model_dump(
@@ -123,6 +125,7 @@ rule pack_rows:
         log_of(f"{DATASET}/pack"),
     benchmark:
         benchmark_of(f"{DATASET}/pack")
+    retries: 0
     params:
         settings=as_json(
             flow.config.dataset.model_dump(

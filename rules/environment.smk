@@ -29,6 +29,7 @@ rule install:
         "logs/environments/{environment}/install.benchmark.tsv"
     wildcard_constraints:
         environment="[^/]+",
+    retries: 0
     localrule: True
     params:
         # The lock and the identity decide what is installed; where packages come from is no reason to install
@@ -85,8 +86,7 @@ rule fingerprint:
     wildcard_constraints:
         environment="[^/]+",
     resources:
-        gpu=gpus_of_run,
-        nodes=1,
+        **flow.resources(flow.devices.gpus),
     shell:
         "{on_node} {input.python:q} -m draftflow.environment.fingerprint"
         " --install {input.record:q} --output {output:q} 2>&1 | logged {log:q}"

@@ -19,10 +19,9 @@ rule train_drafter:
         log_of(f"{RUN}/train"),
     benchmark:
         benchmark_of(f"{RUN}/train")
-    threads: all_cores
+    threads: cores(flow.devices.processes)
     resources:
-        gpu=gpus_of_run,
-        nodes=1,
+        **flow.resources(flow.devices.gpus),
     params:
         settings=as_json(flow.training_settings),
         checkpoints=f"{RUN}/checkpoints",

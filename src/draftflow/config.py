@@ -270,6 +270,20 @@ class Training(Block):
     seed: int = Field(0, ge=0, description="Seed of initial weights, order of rows and anchors.")
 
 
+class Cluster(Block):
+    """What a job asks the scheduler of a cluster for."""
+
+    gpus: Literal["gpus", "gres"] = Field(
+        "gpus", description="How a Slurm job asks for GPUs: --gpus, or --gres=gpu where a cluster takes no other."
+    )
+    gpu_model: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.]+$",
+        description="Only GPUs of this model, by the name that the scheduler gives them (`sinfo -o %G`); null: any.",
+    )
+    cores_per_device: int = Field(8, ge=1, description="CPU cores of a job for each GPU or training process.")
+
+
 class CompileCache(Block):
     """The warmed compile cache."""
 
@@ -351,6 +365,7 @@ class Config(Block):
     dataset: Dataset = Field(Dataset(), description="What the drafter learns from.")
     drafter: Drafter = Field(Drafter(), description="The shape of the drafter; the rest is the target's.")
     training: Training = Field(Training(), description="The training run.")
+    cluster: Cluster = Field(Cluster(), description="Jobs of a cluster (`snakemake --profile profiles/slurm`).")
     compile_cache: CompileCache = Field(CompileCache(), description="The compile cache.")
     checks: Checks = Field(Checks(), description="What must hold before a drafter is called trained.")
     probe: Probe = Field(Probe(), description="Which torch build is on which machine (`snakemake probe`).")

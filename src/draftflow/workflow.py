@@ -17,7 +17,7 @@ from typing import Any
 from draftflow.config import Config
 from draftflow.environment import builds, lock
 from draftflow.errors import DraftflowError
-from draftflow.training.devices import Devices, check_depth, resolve_devices
+from draftflow.training.devices import Devices, check_depth, require_same_on_all_hosts, resolve_devices
 from draftflow.training.plan import check_rows
 
 RESULTS = Path("results")
@@ -65,6 +65,8 @@ class Workflow:
         config: the validated configuration.
         root: the folder of the Snakefile, where locks and the data that comes with the project lie.
         locking: the run only writes locks, so that a missing one is no error.
+        remote: a scheduler takes the jobs to other hosts. Each of them reads the configuration again and must come to
+            the same paths, so that nothing may depend on the GPUs or the driver of this one.
 
     Raises:
         DraftflowError: from any property, for what the configuration asks and this machine or the locks cannot give.
@@ -73,19 +75,36 @@ class Workflow:
     config: Config
     root: Path
     locking: bool = False
+    remote: bool = False
 
     @cached_property
     def gpus(self) -> list[builds.Gpu]:
-        """The GPUs of this machine."""
-        return builds.detect_gpus()
+        """The GPUs of this machine, where the run is to stay on it."""
+        return [] if self.remote else builds.detect_gpus()
 
     @cached_property
     def devices(self) -> Devices:
         """The devices of target and drafter."""
         training = self.config.training.model_dump(include={"devices", "stream_depth"})
+        if self.remote:
+            require_same_on_all_hosts(training["devices"])
         devices = resolve_devices(training["devices"], self.gpus)
         check_depth(devices, training["stream_depth"])
         return devices
+
+    def resources(self, gpus: int) -> dict[str, Any]:
+        """What a rule whose jobs need so many GPUs of one node asks for, as Snakemake's resources."""
+        if not (self.remote and gpus):
+            return {"gpu": gpus, "nodes": 1}
+        cluster = self.config.cluster
+        if cluster.gpus == "gpus":
+            model = {"gpu_model": cluster.gpu_model} if cluster.gpu_model else {}
+            return {"gpu": gpus, **model, "nodes": 1}
+        return {"gres": ":".join(filter(None, ("gpu", cluster.gpu_model, str(gpus)))), "nodes": 1}
+
+    def cores(self, devices: int) -> int:
+        """Cores of a cluster's job that works on so many devices."""
+        return self.config.cluster.cores_per_device * devices
 
     # Environments
 

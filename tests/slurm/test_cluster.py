@@ -1,14 +1,13 @@
 """What the other tests stand on: the cluster hands out pretended GPUs, and ends what it started."""
 
+import cluster
 import pytest
-
-from conftest import bring_up
 
 
 @pytest.fixture
 def passing(tmp_path):
     """A cluster that goes down within the test."""
-    brought_up = bring_up(tmp_path, accounting=False, kill_wait=2)
+    brought_up = cluster.bring_up(tmp_path, accounting=False, kill_wait=2)
     yield next(brought_up), lambda: next(brought_up, None)
     brought_up.close()
 

@@ -258,8 +258,8 @@ def _supervised_after(mask: np.ndarray, documents: np.ndarray, at: np.ndarray) -
     """
     stops = np.ones(mask.shape, bool)  # tokens at which a block that comes from the left ends
     stops[:, 1:] = (mask[:, 1:] == 0) | (documents[:, 1:] != documents[:, :-1])
-    stops = stops.ravel()
-    next_stop = np.append(np.flatnonzero(stops), stops.size)[np.cumsum(stops)]  # behind each token
+    ends = stops.ravel()
+    next_stop = np.append(np.flatnonzero(ends), ends.size)[np.cumsum(ends)]  # behind each token
     return next_stop[at] - at - 1
 
 

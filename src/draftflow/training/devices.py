@@ -117,6 +117,23 @@ def resolve_devices(setting: Any, gpus: Sequence[Gpu]) -> Devices:
     return _cuda(_listed(setting, seen, KEY), seen)
 
 
+def require_same_on_all_hosts(setting: Any) -> None:
+    """Refuse a `training.devices` that means something else on every host: one that looks at the GPUs that are there.
+
+    Raises:
+        DraftflowError: it is `auto`, a number, or has a list of ids.
+    """
+    values = setting.values() if isinstance(setting, Mapping) else [setting]
+    named = isinstance(setting, Mapping) and "nodes" in setting
+    if not named and any(value == "auto" or not isinstance(value, str) for value in values):
+        raise DraftflowError(
+            f"{setting!r} depends on the GPUs of the host that reads it, and on a cluster that is not the one that "
+            "trains.",
+            "Say what the scheduler is to give: {nodes: 1, per_node: 8} for 8 GPUs, or cpu or cpu:N.",
+            KEY,
+        )
+
+
 def check_depth(devices: Devices, depth: int) -> None:
     """Refuse buffers that are too few for all target devices to work at a time: one of `depth` per drafter device each.
 
