@@ -50,8 +50,7 @@ SlurmdLogFile={folder}/log/slurmd-%n.log
 MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
-# of the task plugins, the one that takes the --cpu-bind of a job's inner srun
-TaskPlugin=task/affinity
+TaskPlugin=task/none
 # a node may claim more cores than the machine has
 SlurmdParameters=config_overrides
 ReturnToService=2

@@ -24,7 +24,7 @@ from draftflow.compile_cache.local import local_cache
 from draftflow.compile_cache.warm import CacheInUse, WarmUp, in_use
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, end_with_parent, run_stage, say, sha256, stage_parser, write_text
-from draftflow.training import checkpoint
+from draftflow.training import checkpoint, run_lock
 from draftflow.training.devices import Devices, from_settings, threads_per_process
 from draftflow.training.plan import plan_of_run
 from draftflow.training.worker import Job
@@ -227,11 +227,12 @@ def main() -> None:
         metrics=arguments.metrics.resolve(),
         tensorboard=arguments.tensorboard.resolve(),
     )
-    if arguments.again and (finished := checkpoint.latest(job.checkpoints)) and finished.step == job.steps:
-        say(f"training again, in place of {finished.folder}")
-        shutil.rmtree(job.checkpoints)
     local = (arguments.bundle, arguments.node_local) if arguments.node_local else None
-    found = train(job, arguments.warm, devices, record, local)
+    with run_lock.held(job.checkpoints):
+        if arguments.again and (finished := checkpoint.latest(job.checkpoints)) and finished.step == job.steps:
+            say(f"training again, in place of {finished.folder}")
+            shutil.rmtree(job.checkpoints)
+        found = train(job, arguments.warm, devices, record, local)
     write_text(arguments.metrics, found.metrics())
     fingerprint = json.loads(arguments.fingerprint.read_text(encoding="utf-8"))
     record["run_digest"] = digest

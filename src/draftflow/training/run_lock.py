@@ -1,0 +1,118 @@
+"""One driver at a time trains a run: a lock beside its checkpoints that knows its holder, on any file system.
+
+    checkpoints/<settings digest>.lock-0001    JSON: who holds it; its time is renewed while the holder lives
+
+Locks of the operating system do not reach over every network file system. A file that is linked to a name that must
+not exist does. Locks are numbered, and a lock whose holder is dead is succeeded, never removed before it is: of two
+that succeed it at once, one gets the number.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftflow.errors import DraftflowError
+from draftflow.processes import Process
+from draftflow.stage import say
+
+# How often the holder says that it lives, and how long it may be silent where nothing else can tell, in seconds.
+RENEWED_EVERY = 30.0
+SILENT_AT_MOST = 300.0
+
+# Seconds for which a job that Slurm is taking down is waited for.
+PATIENCE = 120.0
+
+
+@contextlib.contextmanager
+def held(checkpoints: Path) -> Iterator[None]:
+    """Hold the run whose checkpoints lie in this folder.
+
+    Raises:
+        DraftflowError: another process holds it, and lives as far as can be known.
+    """
+    me = Process.here()
+    lock = _acquire(checkpoints, me)
+    released = threading.Event()
+    renewing = threading.Thread(target=_renew, args=(lock, released), daemon=True)
+    renewing.start()
+    try:
+        yield
+    finally:
+        released.set()
+        renewing.join()
+        lock.unlink(missing_ok=True)
+
+
+def _renew(lock: Path, released: threading.Event) -> None:
+    while not released.wait(RENEWED_EVERY):
+        with contextlib.suppress(OSError):  # a server that is away for a moment
+            os.utime(lock)
+
+
+def _acquire(checkpoints: Path, me: Process) -> Path:
+    checkpoints.parent.mkdir(parents=True, exist_ok=True)
+    claim = checkpoints.with_name(f".{checkpoints.name}.claim-{uuid.uuid4().hex}")
+    claim.write_text(json.dumps(me.facts()), encoding="utf-8")
+    end = time.monotonic() + PATIENCE
+    try:
+        while True:
+            os.utime(claim)  # the time of the file's server, which the holder renews by as well
+            left = _locks(checkpoints)
+            words = None
+            for lock in left:
+                words = _left_by(lock, claim.stat().st_mtime, wait=time.monotonic() < end)
+                if words is None:
+                    break
+            if left and words is None:
+                time.sleep(1)
+                continue
+            number = 1 + max((int(lock.name.rpartition("-")[2]) for lock in left), default=0)
+            mine = checkpoints.with_name(f"{checkpoints.name}.lock-{number:04}")
+            try:
+                os.link(claim, mine)
+            except FileExistsError:
+                continue
+            if set(_locks(checkpoints)) - {*left, mine}:  # somebody came and went, and another came, since `left`
+                mine.unlink()
+                continue
+            if words:
+                say(words)
+            for lock in left:
+                lock.unlink(missing_ok=True)
+            return mine
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _locks(checkpoints: Path) -> list[Path]:
+    return sorted(checkpoints.parent.glob(f"{checkpoints.name}.lock-*"))
+
+
+def _left_by(lock: Path, now: float, wait: bool) -> str | None:
+    """Words on a lock that a dead holder left behind; None if a holder is ending, or is gone already.
+
+    Raises:
+        DraftflowError: the holder lives as far as can be known.
+    """
+    try:
+        holder = Process.read(json.loads(lock.read_text(encoding="utf-8")))
+        silent = now - lock.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise DraftflowError("This is not a lock.", "Remove it.", str(lock)) from None
+    state = holder.state()
+    if state == "ending" and wait:
+        return None
+    if state == "dead" or (state == "unknown" and silent > SILENT_AT_MOST):
+        why = "is over" if state == "dead" else f"has not been heard of for {silent:.0f} s"
+        return f"taking over this run: {holder} held it and {why}"
+    advice = f"Wait for it, or end it: scancel {holder.job}" if holder.job else "Wait for it, or end it."
+    if state == "unknown":
+        advice = f"Wait for it; if it is gone, this is seen after {SILENT_AT_MOST:.0f} s of silence."
+    raise DraftflowError(f"{holder} is training this run.", advice, str(lock))
