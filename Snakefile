@@ -60,3 +60,9 @@ if not probing:
 
 onstart:
     before_first_job()
+
+
+# Who makes a file is known by its name. A rule that is named beside it would come along into the job on a node, whose
+# Snakemake is to run its own rules alone, and would be run there if a source was edited since the job was submitted.
+for known in workflow.rules:
+    known.dependencies.clear()
