@@ -49,8 +49,11 @@ def test_lines_follow_those_of_the_process_before(tmp_path, capsys):
     metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board", before, first=10, steps=20)
     metrics.training(20, FACTS, [9.0, 11.0])
     metrics.evaluation(20, 2.5, [0.5, 0.5])
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").unlink()  # as Snakemake does with the outputs of a job that a scheduler ends
+    assert metrics.text() == text
     metrics.close()
-    lines = [json.loads(line) for line in metrics.text().splitlines()]
+    lines = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 20]
     assert lines[1]["loss"] == 2.0
     assert lines[2]["expected_acceptance_length"] == pytest.approx(1.75)

@@ -90,8 +90,7 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._file: TextIO = path.open("w+", encoding="utf-8")
         self._file.write(before)
         self._file.flush()
         self._board = SummaryWriter(str(tensorboard), purge_step=first + 1)
@@ -132,8 +131,9 @@ class Metrics:
         say(f"step {step}/{self._steps}: held-out loss {loss:.3f}, expected acceptance length {length:.3f}")
 
     def text(self) -> str:
-        """Everything written so far, for the checkpoint."""
-        return self.path.read_text(encoding="utf-8")
+        """Everything written so far, for the checkpoint; whoever ends the job may have removed the file by now."""
+        self._file.seek(0)
+        return self._file.read()
 
     def close(self) -> None:
         """Close the files."""
