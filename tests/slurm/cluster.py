@@ -345,6 +345,11 @@ def bring_up(folder: Path, **settings) -> Iterator[Cluster]:
         yield cluster
 
 
+def _leave(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, and the way out is long
+    sys.exit(0)
+
+
 def main() -> None:
     """Bring up a cluster and keep it until a signal."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -352,7 +357,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if lacking := missing(arguments.accounting):
         sys.exit(f"no {', '.join(lacking)}; Debian's packages: {PACKAGES}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _leave)
     with (
         contextlib.suppress(KeyboardInterrupt),
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,

@@ -1,7 +1,28 @@
-"""The clusters of these tests, and the folder with a tiny target that they share."""
+"""The workflow in a folder with a tiny target, sent to a Slurm on loopback through profiles/slurm."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import cluster
 import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+BUILD = "torch-2.11.0"
+
+# What a small cluster of small jobs wants otherwise; everything else is as users get it.
+SIZES = {"mem_mb": 500, "runtime": 10}
+CONFIG = {
+    "run": "slurm",
+    "torch": {"version": "2.11.0"},
+    "dataset": {"sources": ["given.jsonl"], "responses": "given"},
+    "training": {"steps": {"cpu": 20}, "evaluate_every": 10},
+    "checks": {"acceptance_floor": 1.0},
+    "cluster": {"cores_per_device": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -14,3 +35,74 @@ def slurm(tmp_path_factory):
 def slurm_without_accounting(tmp_path_factory):
     """As `slurm`, without accounting."""
     yield from cluster.bring_up(tmp_path_factory.mktemp("slurm"), accounting=False)
+
+
+@dataclass(frozen=True)
+class OnSlurm:
+    """The workflow in a folder, whose jobs go to a cluster."""
+
+    project: object
+    cluster: cluster.Cluster
+    arguments: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return self.project.folder
+
+    def with_profile(self, name: str, changes: Mapping[str, dict]) -> "OnSlurm":
+        """With profiles/slurm as a user edits it: `changes` to its resources, by rule."""
+        profile = yaml.safe_load((ROOT / "profiles/slurm/config.yaml").read_text())
+        profile["default-resources"] |= SIZES
+        for rule, resources in profile["set-resources"].items():
+            resources |= {"mem_mb": 2500, "runtime": 10} | changes.get(rule, {})
+        profile |= {"slurm-init-seconds-before-status-checks": 1, "latency-wait": 10}
+        folder = self.folder / f"profile-{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(profile))
+        return replace(self, arguments=["--profile", str(folder), *self.arguments])
+
+    def command(self, *arguments: str) -> list[str]:
+        return self.project.command(*arguments, *self.arguments)
+
+    def snakemake(self, *arguments: str, timeout: float = 400):
+        return self.project.snakemake(*arguments, *self.arguments, timeout=timeout)
+
+    def run(self, *arguments: str, timeout: float = 400):
+        return self.project.run(*arguments, *self.arguments, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(shared_project, tmp_path_factory):
+    """A folder with an environment, the tiny target and some conversations: (folder, its configuration files).
+
+    DRAFTFLOW_TEST_PYTHON names an interpreter with the training environment, in place of one that is installed.
+    """
+    python, config = os.environ.get("DRAFTFLOW_TEST_PYTHON"), dict(CONFIG)
+    project = shared_project
+    if python:
+        project = type(shared_project)(tmp_path_factory.mktemp("project"))
+        config["torch"] = {**config["torch"], "build": "external", "interpreter": python}
+    (project.folder / "slurm.yaml").write_text(yaml.safe_dump(config))
+    lines = (ROOT / "data/starter/smollm2-135m-instruct.jsonl").read_text().splitlines()
+    (project.folder / "given.jsonl").write_text("\n".join([line for line in lines if len(line) < 400][:48]) + "\n")
+    files = ["--configfile", str(ROOT / "tests/tiny.yaml"), str(project.folder / "slurm.yaml")]
+    project.run("environment", *files)
+    if not (project.folder / "tiny-target").exists():
+        if python:
+            subprocess.run([python, ROOT / "tests/torch_env/tiny.py", project.folder / "tiny-target"], check=True)
+        else:
+            made = project.python(BUILD, ROOT / "tests/torch_env/tiny.py", project.folder / "tiny-target")
+            assert made.returncode == 0
+    return project.folder, files
+
+
+@pytest.fixture(scope="session")
+def on_slurm(tiny_folder, shared_project):
+    """The workflow on a cluster."""
+    folder, files = tiny_folder
+
+    def make(running: cluster.Cluster) -> OnSlurm:
+        project = type(shared_project)(folder, running.environment)
+        return OnSlurm(project, running, files).with_profile("as-shipped", {})
+
+    return make

@@ -1,0 +1,121 @@
+"""The workflow on a Slurm with accounting: a whole run, and what befalls long jobs. The tests share one folder."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def workflow(on_slurm, slurm):
+    return on_slurm(slurm)
+
+
+def test_a_whole_run_goes_through_the_queue_in_few_jobs(workflow):
+    for warm in workflow.folder.glob("results/compile-cache/torch-2.11.0-*/cpu/*/warm.json"):
+        warm.unlink()  # what is compiled stays
+    result = workflow.run("train")
+    (checks,) = workflow.folder.glob("results/runs/slurm/*/checks.json")
+    assert json.loads(checks.read_text())["passed"]
+    listing = workflow.cluster.run("sacct", "-X", "-n", "-P", "--format=State,ExitCode")
+    assert set(listing.split()) == {"COMPLETED|0:0"}
+    assert result.output.count("has been submitted with SLURM jobid") == len(listing.split())
+    # in turn: the dataset, the compile cache, training, and what comes after it in three
+    assert len(listing.split()) == 6
+    assert not list(workflow.folder.glob("logs/slurm/**/*.log"))  # those of jobs that succeeded are of no use
+
+
+LONG = {
+    "run": "long",
+    "training": {"steps": {"cpu": 1000000}, "evaluate_every": 1000000, "checkpoint_every": 1000000},
+}
+
+
+@pytest.fixture(scope="module")
+def long_run(workflow):
+    """A training that would take hours, and is given a minute at the first attempt."""
+    import yaml
+
+    (workflow.folder / "long.yaml").write_text(yaml.safe_dump(LONG))
+    limits = {"train_drafter": {"runtime": "1 if attempt == 1 else 30", "slurm_extra": "--signal=TERM@10"}}
+    files = [*workflow.arguments[2:], str(workflow.folder / "long.yaml")]
+    return type(workflow)(workflow.project, workflow.cluster, files).with_profile("long", limits)
+
+
+class Driver:
+    """A Snakemake that runs beside the test, and the log of its training."""
+
+    def __init__(self, workflow):
+        self.workflow = workflow
+        self.output = workflow.folder / "driver.txt"
+        with self.output.open("w") as stream:
+            self.process = subprocess.Popen(
+                workflow.command("train_drafter"),
+                cwd=workflow.folder,
+                env={**os.environ, **workflow.project.variables},
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+
+    def log(self):
+        return "".join(path.read_text() for path in self.workflow.folder.glob("logs/runs/long/*/train.log"))
+
+    def wait(self, words, seconds=200):
+        """Until the log of the training has these words."""
+        end = time.monotonic() + seconds
+        while words not in self.log():
+            assert time.monotonic() < end, f"no {words!r} in: {self.log()}\n{self.output.read_text()[-3000:]}"
+            assert self.process.poll() is None, self.output.read_text()[-3000:]
+            time.sleep(0.5)
+
+
+def test_a_job_out_of_time_goes_on_with_more_and_a_second_snakemake_leaves_it_alone(long_run):
+    first = Driver(long_run)
+    try:
+        first.wait("resuming from step")
+        text = first.output.read_text()
+        assert "Trying to restart job" in text
+        assert "stopping after this step" in text  # the log of the job that was told to end
+
+        # the driver is killed: its job goes on, and nobody submits another
+        first.process.kill()
+        first.process.wait()
+        ((job, state, comment),) = long_run.cluster.jobs()
+        assert (state, comment) == ("RUNNING", "rule_train_drafter")
+        again = long_run.snakemake("train_drafter")
+        assert again.code != 0
+        assert (
+            f"draftflow: the Snakemake that drove this folder was killed (process {first.process.pid}" in again.output
+        )
+        (line,) = again.errors
+        assert f"Job {job} (running)" in line
+        assert f"scancel {job}" in line
+        assert "LockException" not in again.output
+        assert [entry[0] for entry in long_run.cluster.jobs()] == [job]
+
+        # cancelled, it writes a checkpoint, from which the same command goes on
+        resumed_at = _resumed_at(first.log())
+        first.workflow.cluster.run("scancel", job)
+        long_run.cluster.wait(lambda: not long_run.cluster.jobs(), "end of the job", 60)
+    finally:
+        first.process.kill()
+    second = Driver(long_run)
+    try:
+        second.wait("resuming from step")
+        assert _resumed_at(second.log()) > resumed_at
+        # and interrupted, Snakemake takes its job with it
+        second.process.send_signal(signal.SIGINT)
+        long_run.cluster.wait(lambda: not long_run.cluster.jobs(), "end of the job", 60)
+        assert second.process.wait(60) != 0
+    finally:
+        second.process.kill()
+
+
+def _resumed_at(log):
+    return int(log.rpartition("resuming from step ")[2].split()[0])
