@@ -32,6 +32,7 @@ FIRST = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that share out the tests read their groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item, names: list[str]) -> str | None:
         path = item.path.relative_to(TESTS)
