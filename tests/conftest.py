@@ -8,9 +8,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,18 +33,29 @@ FIRST = [
 ]
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that share out the tests read their groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item, names: list[str]) -> str | None:
-        path = item.path.relative_to(TESTS)
-        return next((name for name in names if path == Path(name) or Path(name) in path.parents), None)
+def _among(path: Path, names: Iterable[str]) -> str | None:
+    """The one of `names`, files and folders, that the file is or lies in."""
+    inside = path.relative_to(TESTS)
+    return next((name for name in names if inside == Path(name) or Path(name) in inside.parents), None)
 
-    for item in items:
-        together = place(item, list(TOGETHER))
-        group = item.path.name if together is None else TOGETHER[together]
-        item.add_marker(pytest.mark.xdist_group(group))
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(place(item, FIRST) or "", len(FIRST)))
+    items.sort(key=lambda item: order.get(_among(item.path, FIRST) or "", len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share out whole files, and some together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            together = _among(config.rootpath / path, TOGETHER)
+            return path if together is None else TOGETHER[together]
+
+    return Scheduling(config, log)
 
 
 def pytest_report_header() -> list[str]:
