@@ -1,5 +1,6 @@
 """The workflow in a folder with a tiny target, sent to a Slurm on loopback through profiles/slurm."""
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping
@@ -83,8 +84,8 @@ def tiny_folder(shared_project, tmp_path_factory):
         project = type(shared_project)(tmp_path_factory.mktemp("project"))
         config["torch"] = {**config["torch"], "build": "external", "interpreter": python}
     (project.folder / "slurm.yaml").write_text(yaml.safe_dump(config))
-    lines = (ROOT / "data/starter/smollm2-135m-instruct.jsonl").read_text().splitlines()
-    (project.folder / "given.jsonl").write_text("\n".join([line for line in lines if len(line) < 400][:48]) + "\n")
+    talk = [{"prompt": f"Count on from {n}.", "response": f"{n + 1}, {n + 2} and {n + 3}."} for n in range(48)]
+    (project.folder / "given.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in talk))
     files = ["--configfile", str(ROOT / "tests/tiny.yaml"), str(project.folder / "slurm.yaml")]
     project.run("environment", *files)
     if not (project.folder / "tiny-target").exists():

@@ -59,7 +59,7 @@ def test_a_job_gets_all_gpus_that_it_asks_for_on_one_node(workflow, tmp_path, fo
 rule job:
     output: "seen.txt"
     resources: mem_mb=200, runtime=5, **{asked!r}
-    shell: "echo $SLURM_JOB_NUM_NODES $CUDA_VISIBLE_DEVICES > {{output}}"
+    shell: "echo $SLURM_STEP_NUM_NODES $CUDA_VISIBLE_DEVICES > {{output}}"
 """
     )
     settings = ["--executor", "slurm", "--jobs", "1", "--latency-wait", "10", "--slurm-status-command", "squeue"]

@@ -9,6 +9,7 @@ from draftflow.training.devices import (
     check_depth,
     from_settings,
     process_environment,
+    require_same_on_all_hosts,
     resolve_devices,
     threads_per_process,
 )
@@ -125,6 +126,20 @@ def test_target_devices_that_would_never_work_are_refused():
         check_depth(devices, 2)
     assert error.value.where == "config key training.stream_depth"
     check_depth(Devices("cuda", (0, 1), "nvidia-h200"), 1)
+
+
+@pytest.mark.parametrize("setting", ["auto", 2, [0, 1], {"target": [0], "drafter": [1]}])
+def test_what_means_something_else_on_every_host_is_refused_for_a_cluster(setting):
+    with pytest.raises(DraftflowError, match="depends on the GPUs of the host") as error:
+        require_same_on_all_hosts(setting)
+    assert "per_node" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    "setting", ["cpu", "cpu:4", {"target": "cpu:2", "drafter": "cpu"}, {"nodes": 2, "per_node": 8}]
+)
+def test_what_names_its_devices_is_taken_for_a_cluster(setting):
+    require_same_on_all_hosts(setting)
 
 
 def test_gpus_that_cuda_visible_devices_hides_do_not_count(monkeypatch):

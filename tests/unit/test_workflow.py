@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftflow.config import load
+from draftflow.environment.builds import Gpu
 from draftflow.errors import DraftflowError
 from draftflow.workflow import Workflow
 
@@ -96,3 +97,41 @@ def test_a_split_topology_compiles_what_its_drafter_devices_would_compile_alone(
 def test_a_topology_that_cannot_be_is_refused_before_anything_runs(root, training, words):
     with pytest.raises(DraftflowError, match=words):
         _ = workflow(root, training=training).training_settings
+
+
+def remote(root, **blocks):
+    return Workflow(load({"training": {"devices": "cpu:2"}, **blocks}), root, remote=True)
+
+
+def test_on_a_cluster_nothing_depends_on_the_gpus_of_this_host(root, monkeypatch):
+    here = remote(root)
+    paths = [here.environment.id, here.compile_cache, here.warm_record]
+    old = Gpu(0, "An old one", "GPU-0", 8192, "525.60.13", "7.0")  # auto would take cu126 for this driver
+    monkeypatch.setattr("draftflow.environment.builds.detect_gpus", lambda: [old])
+    there = remote(root)
+    assert [there.environment.id, there.compile_cache, there.warm_record] == paths
+    assert there.gpus == []
+
+
+def test_on_a_cluster_devices_are_named_and_not_looked_for(root):
+    with pytest.raises(DraftflowError, match="config key training.devices: 'auto' depends on the GPUs of the host"):
+        _ = remote(root, training={"devices": "auto"}).devices
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked"),
+    [
+        ({}, {"gpu": 8, "nodes": 1}),
+        ({"gpu_model": "h100"}, {"gpu": 8, "gpu_model": "h100", "nodes": 1}),
+        ({"gpus": "gres"}, {"gres": "gpu:8", "nodes": 1}),
+        ({"gpus": "gres", "gpu_model": "h100"}, {"gres": "gpu:h100:8", "nodes": 1}),
+    ],
+)
+def test_a_job_asks_for_gpus_as_the_cluster_takes_it(root, cluster, asked):
+    assert remote(root, cluster=cluster).resources(8) == asked
+    assert remote(root, cluster=cluster).resources(0) == {"gpu": 0, "nodes": 1}
+    assert Workflow(load({"cluster": cluster}), root).resources(8) == {"gpu": 8, "nodes": 1}
+
+
+def test_a_job_asks_for_cores_by_device(root):
+    assert remote(root, cluster={"cores_per_device": 6}).cores(4) == 24
