@@ -1,10 +1,12 @@
 """profiles/cluster-generic with a submit command that only runs the job's script, beside Snakemake."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +40,6 @@ LONG = {
 @pytest.fixture(scope="module")
 def long_run(workflow):
     """A training that would take hours, and is given a minute at the first attempt."""
-    import yaml
-
     (workflow.folder / "long.yaml").write_text(yaml.safe_dump(LONG))
     limits = {"train_drafter": {"runtime": "1 if attempt == 1 else 30", "slurm_extra": "--signal=TERM@10"}}
     files = [*workflow.arguments[2:], str(workflow.folder / "long.yaml")]
@@ -61,6 +60,8 @@ class Driver:
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
+                # a shell that runs the tests in the background has them ignore it
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
 
     def log(self):
