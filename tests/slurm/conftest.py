@@ -34,8 +34,8 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slurm_without_accounting(tmp_path_factory):
-    """As `slurm`, without accounting."""
-    yield from cluster.bring_up(tmp_path_factory.mktemp("slurm"), accounting=False)
+    """Two nodes of three GPUs, without accounting."""
+    yield from cluster.bring_up(tmp_path_factory.mktemp("slurm"), accounting=False, gpus=3)
 
 
 @dataclass(frozen=True)
