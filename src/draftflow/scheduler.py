@@ -1,6 +1,5 @@
 """What Slurm knows of jobs, asked through its commands. Standard library only."""
 
-import getpass
 import os
 import re
 import shutil
@@ -32,7 +31,7 @@ class Job:
 
 def queued_jobs() -> list[Job]:
     """The jobs of this user that wait or run; [] where Slurm does not answer."""
-    answer = _ask("squeue", "--noheader", "--user", getpass.getuser(), "--format=%i|%T|%j|%Z|%k")
+    answer = _ask("squeue", "--noheader", f"--user={os.getuid()}", "--format=%i|%T|%j|%Z|%k")
     return [] if answer is None else read_jobs(answer.stdout)
 
 
@@ -120,6 +119,6 @@ def _ask(*command: str) -> "subprocess.CompletedProcess[str] | None":
     if shutil.which(command[0]) is None:
         return None
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except subprocess.TimeoutExpired:
         return None

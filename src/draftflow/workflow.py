@@ -92,15 +92,23 @@ class Workflow:
         check_depth(devices, training["stream_depth"])
         return devices
 
-    def resources(self, gpus: int) -> dict[str, Any]:
-        """What a rule whose jobs need so many GPUs of one node asks for, as Snakemake's resources."""
-        if not (self.remote and gpus):
-            return {"gpu": gpus, "nodes": 1}
+    def resources(self, gpus: int, nodes: int = 1) -> dict[str, Any]:
+        """What a rule whose jobs need so many GPUs of each of so many nodes asks for, as Snakemake's resources.
+
+        With several nodes the stage is started once and calls `srun` itself: `mpi` tells the executor so.
+        """
+        if not self.remote:
+            return {"gpu": gpus * nodes, "nodes": nodes}
         cluster = self.config.cluster
-        if cluster.gpus == "gpus":
+        # the executor would start each task once more per GPU
+        spread = {"tasks": nodes, "tasks_per_gpu": 0, "mpi": "srun"} if nodes > 1 else {}
+        if not gpus:
+            return {"gpu": 0, "nodes": nodes, **spread}
+        if cluster.gpus == "gpus" and nodes == 1:
             model = {"gpu_model": cluster.gpu_model} if cluster.gpu_model else {}
             return {"gpu": gpus, **model, "nodes": 1}
-        return {"gres": ":".join(filter(None, ("gpu", cluster.gpu_model, str(gpus)))), "nodes": 1}
+        # --gpus counts those of all nodes, and may give one node more than another
+        return {"gres": ":".join(filter(None, ("gpu", cluster.gpu_model, str(gpus)))), "nodes": nodes, **spread}
 
     def cores(self, devices: int) -> int:
         """Cores of a cluster's job that works on so many devices."""

@@ -51,25 +51,36 @@ def test_snakemake_may_itself_run_in_a_job(workflow):
     assert (done.stdout + done.stderr).count("has been submitted with SLURM jobid") == 1
 
 
-@pytest.mark.parametrize("form", ["gpus", "gres"])
-def test_a_job_gets_all_gpus_that_it_asks_for_on_one_node(workflow, tmp_path, form):
-    asked = Workflow(Config(cluster={"gpus": form, "gpu_model": "fake"}), tmp_path, remote=True).resources(2)
-    (tmp_path / "Snakefile").write_text(
+def ask(workflow, folder, resources, command):
+    """What a job with these resources prints."""
+    (folder / "Snakefile").write_text(
         f"""
 rule job:
     output: "seen.txt"
-    resources: mem_mb=200, runtime=5, **{asked!r}
-    shell: "echo $SLURM_STEP_NUM_NODES $CUDA_VISIBLE_DEVICES > {{output}}"
+    resources: mem_mb=200, runtime=5, **{resources!r}
+    shell: "{command} > {{output}}"
 """
     )
     settings = ["--executor", "slurm", "--jobs", "1", "--latency-wait", "10", "--slurm-status-command", "squeue"]
     done = subprocess.run(
         [sys.executable, "-m", "snakemake", *settings, "--slurm-init-seconds-before-status-checks", "1"],
-        cwd=tmp_path,
+        cwd=folder,
         env=workflow.cluster.environment,
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert (tmp_path / "seen.txt").read_text().split() == ["1", "0,1"]
+    return sorted((folder / "seen.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("form", ["gpus", "gres"])
+def test_a_job_gets_all_gpus_that_it_asks_for_on_one_node(workflow, tmp_path, form):
+    asked = Workflow(Config(cluster={"gpus": form, "gpu_model": "fake"}), tmp_path, remote=True).resources(2)
+    assert ask(workflow, tmp_path, asked, "echo $SLURM_STEP_NUM_NODES $CUDA_VISIBLE_DEVICES") == ["1 0,1"]
+
+
+def test_a_job_of_several_nodes_calls_srun_itself_and_has_as_many_gpus_on_each(workflow, tmp_path):
+    asked = Workflow(Config(), tmp_path, remote=True).resources(2, nodes=2)
+    seen = ask(workflow, tmp_path, asked, "srun --quiet sh -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'")
+    assert seen == ["node1 0,1", "node2 0,1"]

@@ -133,5 +133,11 @@ def test_a_job_asks_for_gpus_as_the_cluster_takes_it(root, cluster, asked):
     assert Workflow(load({"cluster": cluster}), root).resources(8) == {"gpu": 8, "nodes": 1}
 
 
+def test_a_job_of_several_nodes_asks_for_gpus_by_node(root):
+    spread = {"nodes": 2, "tasks": 2, "tasks_per_gpu": 0, "mpi": "srun"}
+    assert remote(root).resources(8, nodes=2) == {"gres": "gpu:8", **spread}
+    assert remote(root).resources(0, nodes=2) == {"gpu": 0, **spread}
+
+
 def test_a_job_asks_for_cores_by_device(root):
     assert remote(root, cluster={"cores_per_device": 6}).cores(4) == 24
