@@ -4,8 +4,8 @@ No systemd, no cgroups; everything lies in one folder. By hand, until Ctrl-C:
 
     python tests/slurm/cluster.py [--accounting]
 
-A job's inner srun does not see SLURM_CONF (snakemake-executor-plugin-slurm-jobstep drops it), so that the configuration
-is linked where Slurm looks for that of a server (/run/slurm/conf). A machine that has one of its own is left alone.
+A job's inner srun does not see SLURM_CONF (snakemake-executor-plugin-slurm-jobstep drops it), so that the PATH of what
+uses the cluster begins with one that does. A Slurm of the machine's own is not touched, and does not matter.
 """
 
 import argparse
@@ -28,9 +28,6 @@ import pytest
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue"]
 ACCOUNTING_PROGRAMS = ["slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"]
 PACKAGES = "munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd slurm-wlm-mysql-plugin mariadb-server"
-
-SITE = Path("/etc/slurm/slurm.conf")
-SERVED = Path("/run/slurm/conf")
 
 SLURM_CONF = """\
 ClusterName=loopback
@@ -100,14 +97,7 @@ def missing(accounting: bool) -> list[str]:
     lacking = [name for name in programs if shutil.which(name, path=_path()) is None]
     if os.geteuid() != 0:
         lacking.append("root")
-    if SITE.exists() or (SERVED.exists() and not _ours(SERVED)):
-        lacking.append("machine without a Slurm of its own")
     return lacking
-
-
-def _ours(link: Path) -> bool:
-    """Whether a link to a configuration was made here, by a session that may have been killed."""
-    return link.is_symlink() and (not link.exists() or (link / "draftflow-loopback").exists())
 
 
 @dataclass
@@ -144,9 +134,6 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             self._cancel_all()
-        with contextlib.suppress(FileNotFoundError):
-            if SERVED.readlink() == self.folder:
-                SERVED.unlink()
         _end(*self.folder.glob("slurmd-*.pid"), self.folder / "slurmctld.pid")
         _end(self.folder / "slurmdbd.pid")
         if self._database is not None:
@@ -157,7 +144,8 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of commands that use this cluster."""
-        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
+        path = f"{self.folder / 'bin'}:{_path()}"
+        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
     def run(self, *command: str, timeout: float = 60) -> str:
         """What a command of Slurm prints; it must succeed."""
@@ -183,15 +171,17 @@ class Cluster:
         return found
 
     def _start(self) -> None:
-        for name in ("state", "spool", "log", "munge", *(f"spool/node{node}" for node in range(1, self.nodes + 1))):
+        for name in (
+            "bin",
+            "state",
+            "spool",
+            "log",
+            "munge",
+            *(f"spool/node{node}" for node in range(1, self.nodes + 1)),
+        ):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        (self.folder / "draftflow-loopback").touch()
         ports = _free_ports(2 + self.nodes)
         self._write(ports)
-        if _ours(SERVED):
-            SERVED.unlink()
-        SERVED.parent.mkdir(parents=True, exist_ok=True)
-        SERVED.symlink_to(self.folder)
         self._start_munge()
         if self.accounting:
             self._start_accounting()
@@ -229,6 +219,9 @@ class Cluster:
         )
         lines = [f"NodeName={name} Name=gpu Type=fake File={device}" for name in names for device in devices]
         (folder / "gres.conf").write_text("\n".join(lines) + "\n")
+        srun = folder / "bin/srun"
+        srun.write_text(f'#!/bin/sh\nSLURM_CONF={folder}/slurm.conf exec {shutil.which("srun", path=_path())} "$@"\n')
+        srun.chmod(0o755)
         dbd = folder / "slurmdbd.conf"
         dbd.touch(mode=0o600)
         dbd.write_text(SLURMDBD_CONF.format(host=host, port=ports[1], folder=folder))
@@ -363,7 +356,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
         running(Path(folder), accounting=arguments.accounting) as cluster,
     ):
-        print(f"export SLURM_CONF={cluster.folder}/slurm.conf", flush=True)
+        print(*(f"export {name}={cluster.environment[name]}" for name in ("SLURM_CONF", "PATH")), sep="\n", flush=True)
         signal.pause()
 
 

@@ -19,9 +19,7 @@ SIZES = {"mem_mb": 500, "runtime": 10}
 CONFIG = {
     "run": "slurm",
     "torch": {"version": "2.11.0"},
-    "dataset": {"sources": ["given.jsonl"], "responses": "given"},
-    "training": {"steps": {"cpu": 20}, "evaluate_every": 10},
-    "checks": {"acceptance_floor": 1.0},
+    "dataset": {"seed": 4},  # packed anew; what the target wrote is there if tests/workflow has been run before
     "cluster": {"cores_per_device": 1},
 }
 
@@ -85,6 +83,8 @@ def tiny_folder(shared_project, tmp_path_factory):
         config["torch"] = {**config["torch"], "build": "external", "interpreter": python}
     (project.folder / "slurm.yaml").write_text(yaml.safe_dump(config))
     talk = [{"prompt": f"Count on from {n}.", "response": f"{n + 1}, {n + 2} and {n + 3}."} for n in range(48)]
+    lines = (ROOT / "data/starter/prompts.jsonl").read_text().splitlines()
+    (project.folder / "prompts.jsonl").write_text("\n".join([line for line in lines if len(line) < 160][:48]) + "\n")
     (project.folder / "given.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in talk))
     files = ["--configfile", str(ROOT / "tests/tiny.yaml"), str(project.folder / "slurm.yaml")]
     project.run("environment", *files)

@@ -23,6 +23,12 @@ def test_a_dataset_is_made_by_jobs_that_any_command_submits(tiny_folder, shared_
     (folder / "profile-generic/config.yaml").write_text(yaml.safe_dump(profile))
     project = type(shared_project)(folder)
     result = project.run(
-        "dataset", "--profile", "profile-generic", *files, "--config", "dataset={seed: 3}", timeout=150
+        "dataset",
+        "--profile",
+        "profile-generic",
+        *files,
+        "--config",
+        "dataset={sources: [given.jsonl], responses: given}",
+        timeout=150,
     )
     assert result.output.count("with external jobid") == 1  # read_conversations and pack_rows share it

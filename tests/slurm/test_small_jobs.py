@@ -17,8 +17,8 @@ def workflow(on_slurm, slurm_without_accounting):
 
 
 def seed(number):
-    """Another dataset of the same conversations: one job."""
-    return ["--config", f"dataset={{seed: {number}}}"]
+    """Another dataset of given conversations: one job."""
+    return ["--config", f"dataset={{sources: [given.jsonl], responses: given, seed: {number}}}"]
 
 
 def test_without_accounting_the_end_of_a_job_is_seen(workflow):
@@ -28,7 +28,7 @@ def test_without_accounting_the_end_of_a_job_is_seen(workflow):
 
 def test_a_failed_job_shows_its_log_and_is_not_tried_again(workflow):
     (workflow.folder / "bad.jsonl").write_text('{"messages": [\n')
-    result = workflow.snakemake("dataset", "--config", "dataset={sources: [bad.jsonl]}", timeout=120)
+    result = workflow.snakemake("dataset", "--config", "dataset={sources: [bad.jsonl], responses: given}", timeout=120)
     assert result.code != 0
     (line,) = result.errors
     assert "bad.jsonl:1" in line
