@@ -46,7 +46,9 @@ def long_run(workflow):
     (workflow.folder / "long.yaml").write_text(yaml.safe_dump(LONG))
     limits = {"train_drafter": {"runtime": "1 if attempt == 1 else 30", "slurm_extra": "--signal=TERM@10"}}
     files = [*workflow.arguments[2:], str(workflow.folder / "long.yaml")]
-    return type(workflow)(workflow.project, workflow.cluster, files).with_profile("long", limits)
+    long = type(workflow)(workflow.project, workflow.cluster, files).with_profile("long", limits)
+    long.run("train_drafter", "--until", "warm_cache", "pack_rows")
+    return long
 
 
 class Driver:
@@ -70,7 +72,7 @@ class Driver:
     def log(self):
         return "".join(path.read_text() for path in self.workflow.folder.glob("logs/runs/long/*/train.log"))
 
-    def wait(self, words, seconds=200):
+    def wait(self, words, seconds=300):
         """Until the log of the training has these words."""
         end = time.monotonic() + seconds
         while words not in self.log():
