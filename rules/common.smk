@@ -1,6 +1,7 @@
 # Functions only: what the rules take from the configuration. The logic is in src/draftflow/workflow.py.
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -128,6 +129,10 @@ def requirements(environment):
 
 def on_first_device():
     """Variables for a stage that works on one device: it sees the first that trains and no other."""
+    if flow.devices.allotted and flow.devices.kind == "cuda":
+        # said by the node that the stage runs on, and the same text wherever this is read
+        first = '"$(cut -d, -f1 <<< "${CUDA_VISIBLE_DEVICES:-0}")"'
+        return f"CUDA_VISIBLE_DEVICES={first} CUDA_DEVICE_ORDER=PCI_BUS_ID"
     visible = process_environment(flow.devices, 0)
     return " ".join(f"{name}={value}" for name, value in visible.items())
 
@@ -166,9 +171,17 @@ if NODE_LOCAL and not flow.copied and workflow.is_main_process:
 # for the stage, before the stage has written its last words: a scheduler ends what the shell leaves. A prefix of one's
 # own replaces Snakemake's, strict mode included.
 shell.prefix(
-    "set -euo pipefail; trap : TERM; logged() {{ (trap '' INT TERM HUP; exec tee \"$1\"); }}; "
+    "set -euo pipefail; trap : TERM; logged() {{ (trap '' INT TERM HUP USR1; exec tee \"$1\"); }}; "
 )
 
+# Another warning of a scheduler, which would end Snakemake, and the shell between, before the stage has answered.
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
 # GPUs of this machine are counted only against a limit, and a profile or --resources may give another.
-if "gpu" not in workflow.global_resources and not probing and not flow.remote:
+if not (
+    probing
+    or "gpu" in workflow.global_resources
+    or flow.remote
+    or flow.devices.allotted
+):
     workflow.register_resource("gpu", max(1, len(flow.gpus)))

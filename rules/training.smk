@@ -19,11 +19,13 @@ rule train_drafter:
         log_of(f"{RUN}/train"),
     benchmark:
         benchmark_of(f"{RUN}/train")
-    threads: cores(flow.devices.processes)
+    threads: cores(flow.devices.per_node)
     resources:
-        **flow.resources(flow.devices.gpus),
+        **flow.resources(flow.devices.gpus, flow.devices.nodes),
     params:
         settings=as_json(flow.training_settings),
+        # how, not what: another launcher is no reason to train again
+        cluster=lambda wildcards, input: as_json(flow.cluster_settings),
         checkpoints=f"{RUN}/checkpoints",
         again=lambda wildcards, input: (
             "--again" if forced("train_drafter", "warm_cache") else ""
@@ -41,6 +43,7 @@ rule train_drafter:
         " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
         " --warm {input.warm:q} {params.local} --checkpoints {params.checkpoints:q}"
         " --tensorboard {params.tensorboard:q} --metrics {output.metrics:q} --record {output.record:q} {params.again}"
+        " --cluster {params.cluster:q}"
         " 2>&1 | logged {log:q}"
 
 

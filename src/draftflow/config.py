@@ -194,12 +194,21 @@ class Roles(Block):
     drafter: list[int] | str = Field(description="GPUs that train: ids; or `cpu:N`. One GPU may have both roles.")
 
 
+class Nodes(Block):
+    """Devices that a scheduler hands out, on one node or several."""
+
+    nodes: int = Field(ge=1, description="Number of nodes.")
+    per_node: Annotated[int | str, BeforeValidator(_as_number)] = Field(
+        description="Number of GPUs on each node; or `cpu`, or `cpu:N`."
+    )
+
+
 def _as_devices(value: Any) -> Any:
-    """Roles are one value of the key: what is wrong in them is told once, with all that would be allowed."""
+    """A block is one value of the key: what is wrong in it is told once, with all that would be allowed."""
     if not isinstance(value, dict):
         return _as_number(value)
     try:
-        return Roles.model_validate(value)
+        return (Nodes if "nodes" in value or "per_node" in value else Roles).model_validate(value)
     except ValidationError:
         raise ValueError from None
 
@@ -207,11 +216,12 @@ def _as_devices(value: Any) -> Any:
 class Training(Block):
     """The training run."""
 
-    devices: Annotated[int | list[int] | str | Roles, BeforeValidator(_as_devices)] = Field(
+    devices: Annotated[int | list[int] | str | Roles | Nodes, BeforeValidator(_as_devices)] = Field(
         "auto",
         description="auto: all visible GPUs, or the CPU where there is none. A number of GPUs, a list of GPU ids,\n"
         "`cpu`, or `cpu:N` for N processes: each runs the target and trains. Or each does one of both, with the same\n"
-        "result: {target: [0, 1, 2, 3, 4], drafter: [5, 6, 7]}, or {target: cpu:2, drafter: cpu} without GPUs.",
+        "result: {target: [0, 1, 2, 3, 4], drafter: [5, 6, 7]}, or {target: cpu:2, drafter: cpu} without GPUs.\n"
+        "Or what a scheduler hands out: {nodes: 2, per_node: 8}, where per_node is a number of GPUs, cpu or cpu:N.",
     )
     stream_depth: int = Field(
         2,
@@ -270,8 +280,15 @@ class Training(Block):
     seed: int = Field(0, ge=0, description="Seed of initial weights, order of rows and anchors.")
 
 
+def _as_launcher(value: Any) -> Any:
+    """A command has one word at least."""
+    if value == []:
+        raise ValueError
+    return _as_words(value)
+
+
 class Cluster(Block):
-    """What a job asks the scheduler of a cluster for."""
+    """What a job asks the scheduler of a cluster for, and how training starts on several of its nodes."""
 
     gpus: Literal["gpus", "gres"] = Field(
         "gpus", description="How a Slurm job asks for GPUs: --gpus, or --gres=gpu where a cluster takes no other."
@@ -279,9 +296,18 @@ class Cluster(Block):
     gpu_model: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_.]+$",
-        description="Only GPUs of this model, by the name that the scheduler gives them (`sinfo -o %G`); null: any.",
+        description="Only GPUs of this model, by the name that the scheduler gives them (`sinfo -o %G`); null: any.\n"
+        "It also names the folder of their compile cache.",
     )
     cores_per_device: int = Field(8, ge=1, description="CPU cores of a job for each GPU or training process.")
+    launcher: Annotated[Literal["auto"] | list[str], BeforeValidator(_as_launcher)] = Field(
+        "auto",
+        description="With several nodes: the command that runs its arguments once on each node of the job. auto: srun\n"
+        "inside a Slurm job. For other schedulers a list of words, such as [mpirun, --map-by, ppr:1:node].",
+    )
+    node_timeout: float = Field(
+        120.0, gt=0, description="A node that gives no sign of life for so many seconds is lost, and the run ends."
+    )
 
 
 class CompileCache(Block):

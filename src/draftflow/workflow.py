@@ -88,7 +88,7 @@ class Workflow:
         training = self.config.training.model_dump(include={"devices", "stream_depth"})
         if self.remote:
             require_same_on_all_hosts(training["devices"])
-        devices = resolve_devices(training["devices"], self.gpus)
+        devices = resolve_devices(training["devices"], self.gpus, self.config.cluster.gpu_model)
         check_depth(devices, training["stream_depth"])
         return devices
 
@@ -124,8 +124,8 @@ class Workflow:
 
     @property
     def _gpus_for_build(self) -> list[builds.Gpu]:
-        """The GPUs whose driver decides on the build: none where training is asked to stay on the CPU."""
-        return [] if self.devices.kind == "cpu" else self.gpus
+        """The GPUs whose driver decides on the build: none where training stays on the CPU, or is on other machines."""
+        return [] if self.devices.kind == "cpu" or self.devices.allotted else self.gpus
 
     @cached_property
     def environment(self) -> Environment:
@@ -328,6 +328,11 @@ class Workflow:
         training = self.config.training.model_dump(mode="json", exclude={"devices", "steps"})
         training["steps"] = getattr(self.config.training.steps, self.devices.kind)
         return {**self.step_settings, "training": training, "checks": {"compile": self.config.checks.compile}}
+
+    @property
+    def cluster_settings(self) -> dict[str, Any]:
+        """How training starts on several nodes."""
+        return self.config.cluster.model_dump(mode="json", include={"launcher", "node_timeout"})
 
     @property
     def compile_cache(self) -> Path:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -326,9 +327,11 @@ def test_the_stage_stops_and_goes_on_and_records_who_did_what_and_who_waited(sta
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line][-1] == 300
     assert record["last_loss"] < record["first_loss"] - 2
     roles = ["drafter", "drafter", "target"]
+    host = socket.gethostname()
     assert record["topology"] == {
         "kind": "split",
-        "ranks": [{"rank": rank, "role": role, "device": "cpu"} for rank, role in enumerate(roles)],
+        "nodes": 1,
+        "ranks": [{"rank": rank, "role": role, "device": "cpu", "host": host} for rank, role in enumerate(roles)],
     }
     waited = record["waited_seconds"]
     assert {role: len(seconds) for role, seconds in waited.items()} == {"drafter": 2, "target": 1}

@@ -62,13 +62,26 @@ def test_every_key_is_explained_in_one_line_of_at_most_120_characters():
         (
             "training: {devices: {a: 1}}",
             "c.yaml: training.devices: {'a': 1} is not allowed."
-            " Allowed: an integer | a list of integers | a text | a block with the keys target, drafter.",
+            " Allowed: an integer | a list of integers | a text | a block with the keys target, drafter"
+            " | a block with the keys nodes, per_node.",
         ),
         (
             "training: {devices: {target: [0], drafter: 1}}",
             "c.yaml: training.devices: {'target': [0], 'drafter': 1} is not allowed."
-            " Allowed: an integer | a list of integers | a text | a block with the keys target, drafter.",
+            " Allowed: an integer | a list of integers | a text | a block with the keys target, drafter"
+            " | a block with the keys nodes, per_node.",
         ),
+        (
+            "training: {devices: {nodes: 0, per_node: 8}}",
+            "c.yaml: training.devices: {'nodes': 0, 'per_node': 8} is not allowed."
+            " Allowed: an integer | a list of integers | a text | a block with the keys target, drafter"
+            " | a block with the keys nodes, per_node.",
+        ),
+        (
+            "cluster: {launcher: srun}",
+            "c.yaml: cluster.launcher: 'srun' is not allowed. Allowed: auto | a list of texts.",
+        ),
+        ("cluster: {launcher: []}", "c.yaml: cluster.launcher: [] is not allowed. Allowed: auto | a list of texts."),
         (
             "dataset: {sources: []}",
             "c.yaml: dataset.sources: [] is not allowed. Allowed: a list of paths, not empty.",
@@ -94,6 +107,21 @@ def test_a_key_that_resembles_none_lists_the_known_ones():
 
 def test_a_version_that_yaml_reads_as_a_number_is_taken_as_text():
     assert config.load(yaml.safe_load("torch: {python: 3.12}")).torch.python == "3.12"
+
+
+def test_devices_may_be_what_a_scheduler_hands_out():
+    for written, expected in (
+        ("{nodes: 2, per_node: 8}", {"nodes": 2, "per_node": 8}),
+        ("{nodes: '2', per_node: '8'}", {"nodes": 2, "per_node": 8}),  # from the command line
+        ("{nodes: 1, per_node: cpu:4}", {"nodes": 1, "per_node": "cpu:4"}),
+    ):
+        loaded = config.load(yaml.safe_load(f"training: {{devices: {written}}}"))
+        assert loaded.model_dump()["training"]["devices"] == expected
+
+
+def test_a_launcher_is_words():
+    loaded = config.load(yaml.safe_load("cluster: {launcher: [mpirun, -np, 2, --map-by, ppr:1:node]}"))
+    assert loaded.cluster.launcher == ["mpirun", "-np", "2", "--map-by", "ppr:1:node"]
 
 
 def test_devices_may_be_given_for_each_role():

@@ -46,6 +46,8 @@ def everything_visible(monkeypatch):
         ({"target": [0, 1], "drafter": [7, 5]}, GPUS, Devices("cuda", (7, 5), "nvidia-h200", (0, 1))),
         ({"target": [3], "drafter": [3]}, GPUS, Devices("cuda", (3,), "nvidia-h200", (3,))),
         ({"target": "cpu", "drafter": "cpu:2"}, GPUS, Devices("cpu", (0, 1), "cpu", (2,))),
+        ({"nodes": 2, "per_node": 4}, [], Devices("cuda", (0, 1, 2, 3), "cuda", nodes=2, allotted=True)),
+        ({"nodes": 1, "per_node": "cpu:2"}, GPUS, Devices("cpu", (0, 1), "cpu", nodes=1, allotted=True)),
     ],
 )
 def test_setting_gives_devices(setting, gpus, expected):
@@ -95,24 +97,73 @@ def test_impossible_roles_are_refused_with_key_and_remedy(target, drafter, where
 def test_roles_are_by_rank_and_those_that_train_come_first():
     devices = Devices("cuda", (5, 6), "nvidia-h200", (0, 6))
     assert (devices.count, devices.processes, devices.gpus, devices.shared) == (2, 4, 3, True)
-    assert devices.topology() == {
+    assert devices.topology(["here"]) == {
         "kind": "split",
+        "nodes": 1,
         "ranks": [
-            {"rank": 0, "role": "drafter", "device": "cuda:5"},
-            {"rank": 1, "role": "drafter", "device": "cuda:6"},
-            {"rank": 2, "role": "target", "device": "cuda:0"},
-            {"rank": 3, "role": "target", "device": "cuda:6"},
+            {"rank": 0, "role": "drafter", "device": "cuda:5", "host": "here"},
+            {"rank": 1, "role": "drafter", "device": "cuda:6", "host": "here"},
+            {"rank": 2, "role": "target", "device": "cuda:0", "host": "here"},
+            {"rank": 3, "role": "target", "device": "cuda:6", "host": "here"},
         ],
     }
     assert [process_environment(devices, rank)["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["5", "6", "0", "6"]
     assert not Devices("cuda", (5, 6), "nvidia-h200", (0, 1)).shared
-    assert Devices("cpu", (0,), "cpu").topology() == {
+    assert Devices("cpu", (0,), "cpu").topology(["here"]) == {
         "kind": "colocated",
-        "ranks": [{"rank": 0, "role": "drafter and target", "device": "cpu"}],
+        "nodes": 1,
+        "ranks": [{"rank": 0, "role": "drafter and target", "device": "cpu", "host": "here"}],
     }
 
 
-@pytest.mark.parametrize("devices", [Devices("cpu", (0, 1), "cpu"), Devices("cuda", (5, 6), "nvidia-h200", (0, 6))])
+def test_ranks_are_counted_node_by_node():
+    devices = resolve_devices({"nodes": 3, "per_node": 2}, [], "NVIDIA H200")
+    assert (devices.count, devices.processes, devices.per_node, devices.gpus, devices.slug) == (
+        6,
+        6,
+        2,
+        2,
+        "nvidia-h200",
+    )
+    ranks = devices.topology(["a", "b", "c"])["ranks"]
+    assert [rank["host"] for rank in ranks] == ["a", "a", "b", "b", "c", "c"]
+    assert [rank["device"] for rank in ranks] == ["cuda:0", "cuda:1"] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ["0", "1"]), ("5,GPU-3", ["5", "GPU-3"]), ("3,1,7", ["3", "1"])],
+)
+def test_devices_that_a_scheduler_hands_out_are_positions_in_what_it_allots(monkeypatch, given, expected):
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    devices = resolve_devices({"nodes": 2, "per_node": 2}, GPUS)
+    assert [process_environment(devices, place)["CUDA_VISIBLE_DEVICES"] for place in range(2)] == expected
+
+
+@pytest.mark.parametrize("given", ["", "5"])
+def test_fewer_devices_than_were_to_be_allotted_are_refused(monkeypatch, given):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    devices = resolve_devices({"nodes": 2, "per_node": 2}, [])
+    with pytest.raises(DraftflowError, match=r"\d of 2 GPUs per node are allotted"):
+        process_environment(devices, 1)
+
+
+@pytest.mark.parametrize("each", [0, "cpu:0"])
+def test_nodes_without_devices_are_refused(each):
+    with pytest.raises(DraftflowError, match="zero devices") as error:
+        resolve_devices({"nodes": 2, "per_node": each}, GPUS)
+    assert error.value.where == "config key training.devices.per_node"
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        Devices("cpu", (0, 1), "cpu"),
+        Devices("cuda", (5, 6), "nvidia-h200", (0, 6)),
+        Devices("cuda", (0, 1), "h200", nodes=4, allotted=True),
+    ],
+)
 def test_devices_are_the_same_after_they_were_settings(devices):
     assert from_settings({"devices": json.loads(json.dumps(asdict(devices)))}) == devices
 
@@ -163,6 +214,7 @@ def test_processes_share_the_cores(monkeypatch):
     assert threads_per_process(Devices("cpu", tuple(range(16)), "cpu")) == {"OMP_NUM_THREADS": "1"}
     assert threads_per_process(Devices("cpu", (0, 1, 2), "cpu", (3,))) == {"OMP_NUM_THREADS": "2"}
     assert threads_per_process(Devices("cpu", (0,), "cpu", (1,))) == {"OMP_NUM_THREADS": "4"}
+    assert threads_per_process(Devices("cpu", (0, 1), "cpu", nodes=4, allotted=True)) == {"OMP_NUM_THREADS": "4"}
 
 
 def test_processes_share_the_threads_that_were_granted(monkeypatch):

@@ -1,5 +1,6 @@
 """Identities of a configuration, against a folder of locks."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def test_settings_of_training_do_not_change_what_is_compiled(root):
 
 def test_a_split_topology_compiles_what_its_drafter_devices_would_compile_alone(root):
     split = workflow(root, training={"devices": {"target": "cpu:3", "drafter": "cpu:2"}})
-    assert split.step_settings["devices"] == {"kind": "cpu", "ids": (0, 1), "slug": "cpu", "target_ids": (2, 3, 4)}
+    devices = {"kind": "cpu", "ids": (0, 1), "slug": "cpu", "target_ids": (2, 3, 4), "nodes": 1, "allotted": False}
+    assert split.step_settings["devices"] == devices
     assert split.compile_cache == workflow(root).compile_cache
     assert split.training_settings["training"]["stream_depth"] == 2
 
@@ -141,3 +143,15 @@ def test_a_job_of_several_nodes_asks_for_gpus_by_node(root):
 
 def test_a_job_asks_for_cores_by_device(root):
     assert remote(root, cluster={"cores_per_device": 6}).cores(4) == 24
+
+
+def test_devices_of_a_scheduler_are_asked_for_and_not_looked_for(root):
+    blocks = {"training": {"devices": {"nodes": 2, "per_node": 8}, "rows_per_step": 16}}
+    blocks["cluster"] = {"gpu_model": "h200", "launcher": ["mpirun"]}
+    flow = Workflow(load(blocks), root, remote=True)
+    assert (flow.devices.kind, flow.devices.count, flow.compile_cache.name) == ("cuda", 16, "h200")
+    assert flow.choice.build == "cu130"
+    assert flow.resources(flow.devices.gpus) == {"gpu": 8, "gpu_model": "h200", "nodes": 1}
+    assert flow.resources(flow.devices.gpus, flow.devices.nodes)["gres"] == "gpu:h200:8"
+    assert flow.cluster_settings == {"launcher": ["mpirun"], "node_timeout": 120.0}
+    assert "mpirun" not in json.dumps([flow.training_settings, flow.step_settings])

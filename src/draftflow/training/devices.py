@@ -32,29 +32,38 @@ class Devices:
 
     Attributes:
         kind: `cpu` or `cuda`.
-        ids: of the devices that train: GPU indices as nvidia-smi counts them; process numbers on the CPU.
+        ids: of the devices of a node that train: GPU indices as nvidia-smi counts them; process numbers on the CPU.
         slug: the device kind as a folder name, like `cpu` or `nvidia-h200`.
         target_ids: of the devices that only run the target (split topology); empty where those that train do both.
+        nodes: number of nodes, each with devices of these ids; one in the split topology.
+        allotted: whether a scheduler hands out the devices of a node: ids are positions among them.
     """
 
     kind: Literal["cpu", "cuda"]
     ids: tuple[int, ...]
     slug: str
     target_ids: tuple[int, ...] = ()
+    nodes: int = 1
+    allotted: bool = False
 
     @property
     def count(self) -> int:
-        """Number of devices that train: the world size of a plan."""
-        return len(self.ids)
+        """Number of devices that train, on all nodes: the world size of a plan."""
+        return len(self.ids) * self.nodes
 
     @property
-    def processes(self) -> int:
-        """Number of processes, of both roles."""
+    def per_node(self) -> int:
+        """Number of processes on a node, of both roles."""
         return len(self.ids) + len(self.target_ids)
 
     @property
+    def processes(self) -> int:
+        """Number of processes, of both roles, on all nodes."""
+        return self.per_node * self.nodes
+
+    @property
     def gpus(self) -> int:
-        """Number of GPUs; one that has both roles counts once."""
+        """Number of GPUs of a node; one that has both roles counts once."""
         return len({*self.ids, *self.target_ids}) if self.kind == "cuda" else 0
 
     @property
@@ -80,27 +89,42 @@ class Devices:
         )
 
     def name(self, rank: int) -> str:
-        """The device of `rank`, as in `cuda:5`."""
-        return f"cuda:{(*self.ids, *self.target_ids)[rank]}" if self.kind == "cuda" else "cpu"
+        """The device of `rank` on its node, as in `cuda:5`."""
+        return f"cuda:{(*self.ids, *self.target_ids)[rank % self.per_node]}" if self.kind == "cuda" else "cpu"
 
-    def topology(self) -> dict[str, Any]:
-        """Kind of the topology, and role and device of every rank, for records."""
-        ranks = [{"rank": rank, "role": self.role(rank), "device": self.name(rank)} for rank in range(self.processes)]
-        return {"kind": "split" if self.split else "colocated", "ranks": ranks}
+    def node(self, rank: int) -> int:
+        """Number of the node on which `rank` runs: ranks are counted node by node."""
+        return rank // self.per_node
+
+    def topology(self, hosts: Sequence[str]) -> dict[str, Any]:
+        """Kind of the topology, number of nodes, and role, device and host of every rank, for records.
+
+        Args:
+            hosts: name of the host of every node.
+        """
+        ranks = [
+            {"rank": rank, "role": self.role(rank), "device": self.name(rank), "host": hosts[self.node(rank)]}
+            for rank in range(self.processes)
+        ]
+        return {"kind": "split" if self.split else "colocated", "nodes": self.nodes, "ranks": ranks}
 
 
-def resolve_devices(setting: Any, gpus: Sequence[Gpu]) -> Devices:
+def resolve_devices(setting: Any, gpus: Sequence[Gpu], gpu_model: str | None = None) -> Devices:
     """The devices that `training.devices` asks for.
 
     Args:
         setting: `auto`, `cpu`, `cpu:N`, a number of GPUs, or a list of GPU indices. Or a mapping with the keys `target`
-            and `drafter`, each `cpu`, `cpu:N` or a list: the split topology.
+            and `drafter`, each `cpu`, `cpu:N` or a list: the split topology. Or one with the keys `nodes` and
+            `per_node`, which is a number of GPUs, `cpu` or `cpu:N`: what a scheduler hands out, on other machines.
         gpus: the GPUs of this machine; those that CUDA_VISIBLE_DEVICES hides do not count.
+        gpu_model: of the GPUs that a scheduler hands out.
 
     Raises:
         DraftflowError: no device is asked for, one does not exist or is named twice (in a role), the devices are of
             different kinds, or the text is none of the above.
     """
+    if isinstance(setting, Mapping) and "nodes" in setting:
+        return _allotted(setting, gpu_model)
     seen = _visible(gpus)
     if isinstance(setting, Mapping):
         return _split(setting, seen)
@@ -153,23 +177,42 @@ def check_depth(devices: Devices, depth: int) -> None:
 def from_settings(settings: dict[str, Any]) -> Devices:
     """The devices that the workflow resolved: the key `devices` of a stage's settings."""
     found = settings["devices"]
-    return Devices(found["kind"], tuple(found["ids"]), found["slug"], tuple(found.get("target_ids", ())))
+    ids = {name: tuple(found.get(name, ())) for name in ("ids", "target_ids")}
+    nodes, allotted = found.get("nodes", 1), found.get("allotted", False)
+    return Devices(found["kind"], slug=found["slug"], nodes=nodes, allotted=allotted, **ids)
 
 
-def process_environment(devices: Devices, rank: int) -> dict[str, str]:
-    """Variables of the process of a rank, to be set before torch is imported: it sees its device alone.
+def process_environment(devices: Devices, place: int) -> dict[str, str]:
+    """Variables of a process, to be set before torch is imported: it sees its device alone.
 
     Each process calls its GPU cuda:0, so that compiled code does not depend on the number of the device. Ids are
-    nvidia-smi's, which counts along the bus; CUDA by itself counts the fastest first.
+    nvidia-smi's, which counts along the bus; CUDA by itself counts the fastest first. Where a scheduler hands out the
+    devices, they are those of this process's own CUDA_VISIBLE_DEVICES, or if it set none, the first of the node.
+
+    Args:
+        devices: of the run.
+        place: of the process on its node; its rank where there is one node.
+
+    Raises:
+        DraftflowError: the scheduler allotted fewer GPUs than that.
     """
-    visible = str((*devices.ids, *devices.target_ids)[rank]) if devices.kind == "cuda" else ""
+    visible = str((*devices.ids, *devices.target_ids)[place]) if devices.kind == "cuda" else ""
+    if devices.allotted and visible and (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        entries = [entry for entry in given.split(",") if entry]
+        if place >= len(entries):
+            raise DraftflowError(
+                f"{len(entries)} of {devices.per_node} GPUs per node are allotted (CUDA_VISIBLE_DEVICES={given}).",
+                "Ask the scheduler for that many on each node, or for fewer here.",
+                KEY,
+            )
+        visible = entries[int(visible)]
     return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def threads_per_process(devices: Devices) -> dict[str, str]:
     """The variable that gives each process its share of the cores, or of the threads that the caller was granted."""
     granted = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-    return {"OMP_NUM_THREADS": str(max(1, granted // devices.processes))}
+    return {"OMP_NUM_THREADS": str(max(1, granted // devices.per_node))}
 
 
 def _visible(gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -184,6 +227,20 @@ def _visible(gpus: Sequence[Gpu]) -> list[Gpu]:
             break
         found.append(match[0])
     return found
+
+
+def _allotted(setting: Mapping[str, Any], gpu_model: str | None) -> Devices:
+    """Devices on nodes of a scheduler; none is looked for, since this machine need not be one of them."""
+    nodes, each = setting["nodes"], setting["per_node"]
+    if isinstance(each, str):
+        count = _processes(each, "Use a number of GPUs, cpu or cpu:N.", f"{KEY}.per_node")
+        return Devices("cpu", tuple(range(count)), "cpu", nodes=nodes, allotted=True)
+    if each < 1:
+        raise DraftflowError(
+            "There is no training on zero devices.", "Ask for one at least, or for `cpu`.", f"{KEY}.per_node"
+        )
+    slug = _slug(gpu_model or "") or "cuda"
+    return Devices("cuda", tuple(range(each)), slug, nodes=nodes, allotted=True)
 
 
 def _split(setting: Mapping[str, Any], seen: Sequence[Gpu]) -> Devices:
@@ -239,8 +296,12 @@ def _cuda(chosen: Sequence[Gpu], seen: Sequence[Gpu]) -> Devices:
             f"Name devices of one kind; {_there(seen)}.",
             KEY,
         )
-    slug = re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-")
-    return Devices("cuda", tuple(gpu.index for gpu in chosen), slug)
+    return Devices("cuda", tuple(gpu.index for gpu in chosen), _slug(names[0]))
+
+
+def _slug(name: str) -> str:
+    """A kind of GPU as the name of a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _there(seen: Sequence[Gpu]) -> str:

@@ -1,17 +1,15 @@
 """Stage: train the drafter. Starts one worker per device and role under torchrun, waits, and writes the record.
 
+On one node torchrun is this process's own (node.py); on several a launcher starts it on each (launch.py).
 A run is known by what decides its weights; its checkpoints lie in a folder of that name. A run that was stopped goes on
 from its newest whole checkpoint, and one that is finished only has its outputs written again. No torch in this process.
 """
 
-import contextlib
 import hashlib
 import json
-import os
-import re
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import time
@@ -23,9 +21,11 @@ from draftflow.compile_cache import key
 from draftflow.compile_cache.local import local_cache
 from draftflow.compile_cache.warm import CacheInUse, WarmUp, in_use
 from draftflow.errors import DraftflowError
-from draftflow.stage import Record, end_with_parent, run_stage, say, sha256, stage_parser, write_text
+from draftflow.stage import Record, run_stage, say, sha256, stage_parser, write_text
 from draftflow.training import checkpoint, run_lock
-from draftflow.training.devices import Devices, from_settings, threads_per_process
+from draftflow.training.devices import Devices, from_settings
+from draftflow.training.launch import Cluster, Nodes, run_nodes
+from draftflow.training.node import JOB, run_node
 from draftflow.training.plan import plan_of_run
 from draftflow.training.worker import Job
 
@@ -44,7 +44,7 @@ def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
 
 
 def train(
-    job: Job, warm: Path, devices: Devices, record: Record, local: tuple[Path, str] | None = None
+    job: Job, warm: Path, devices: Devices, cluster: Cluster, record: Record, local: tuple[Path, str] | None = None
 ) -> checkpoint.Checkpoint:
     """Train to the end, or go on with that; returns the last checkpoint.
 
@@ -52,8 +52,9 @@ def train(
         job: of the workers.
         warm: `warm.json`.
         devices: of the run.
+        cluster: how it starts on several nodes.
         record: of the stage.
-        local: the bundle of the cache, and the folder on the node's disk that it is unpacked to; None to use the
+        local: the bundle of the cache, and the folder on each node's disk that it is unpacked to; None to use the
             cache where it was warmed.
 
     Raises:
@@ -68,13 +69,15 @@ def train(
     compile_part = json.loads(job.fingerprint.read_text(encoding="utf-8"))["compile"]
     work, held = WarmUp(job.settings, job.fingerprint, job.target), key.contents(compile_part, plan)
     with (
-        tempfile.TemporaryDirectory(prefix="draftflow-") as folder,
+        _exchange(job, devices) as folder,
         local_cache(*local, held, record) if local else in_use(work, warm, held, record) as cache,
     ):
         features = f", features from {len(devices.target_ids)} x {devices.slug}" if devices.split else ""
-        say(f"training on {devices.count} x {devices.slug}{features}, {job.steps} steps")
+        nodes = f"{devices.nodes} nodes of " if devices.nodes > 1 else ""
+        say(f"training on {nodes}{len(devices.ids)} x {devices.slug}{features}, {job.steps} steps")
         started = time.time()
-        outcome = _torchrun(job, devices, cache, Path(folder))
+        copied = None if local is None else {"bundle": str(local[0]), "folder": local[1], "holds": held}
+        outcome = _run(job, devices, cluster, cache, copied, Path(folder))
     record.seconds["start"] = outcome["ready_at"] - started
     record["seconds_to_first_step"] = round(outcome["first_step_at"] - started, 3)
     record.seconds["first_step"] = outcome["first_step_at"] - outcome["ready_at"]
@@ -88,101 +91,92 @@ def train(
     return found
 
 
-def _torchrun(job: Job, devices: Devices, cache: CacheInUse, exchange: Path) -> dict[str, Any]:
-    """Run the workers, pass a stop on to them, and return the outcome that rank 0 wrote.
+def _exchange(job: Job, devices: Devices) -> "tempfile.TemporaryDirectory[str]":
+    """A folder through which the processes talk: one that all nodes see, where there are several."""
+    for remains in job.checkpoints.glob(".nodes-*"):
+        shutil.rmtree(remains, ignore_errors=True)  # of a run that was killed; its nodes end, if any lives, without it
+    if devices.nodes == 1:
+        return tempfile.TemporaryDirectory(prefix="draftflow-")
+    job.checkpoints.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix=".nodes-", dir=job.checkpoints, ignore_cleanup_errors=True)
 
-    The cache is let go once all of them have taken a step, with everything compiled in their memory.
-    """
-    job.write(exchange / "job.json")
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nnodes", "1", "--nproc-per-node", str(devices.processes)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command += ["--max-restarts", "0", "-m", "draftflow.training.worker"]
-    command += ["--job", str(exchange / "job.json"), "--exchange", str(exchange)]
-    environment = {**os.environ, **cache.environment, **threads_per_process(devices)}
-    log = exchange / "torchrun.log"
-    with log.open("wb") as stream:
-        # A session of its own: a signal to the terminal's processes must not make torchrun kill the workers.
-        # But not an outliving one: when this process is killed, torchrun is told to stop, and it tells the workers.
-        torchrun = subprocess.Popen(
-            command,
-            env=environment,
-            stderr=stream,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-            pass_fds=(cache.hold.descriptor,),
-        )
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-        stopping: list[int] = []
-
-        def pass_on(number: int, _: Any) -> None:
-            stopping.append(number)
-            workers = [int(path.read_text()) for path in exchange.glob("*.pid")]
-            for process in workers or [torchrun.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGTERM)
-            say("stopping after this step")
-
-        for number in before:
-            signal.signal(number, pass_on)
-        try:
-            loading = True
-            while (status := torchrun.poll()) is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    torchrun.wait(timeout=1)
-                if loading and len(list(exchange.glob("*.stepped"))) == devices.processes:
-                    cache.hold.release()
-                    loading = False
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    outcome = exchange / "outcome.json"
-    if status == 0 and outcome.exists():
-        return {**json.loads(outcome.read_text(encoding="utf-8")), "waited_seconds": _waited(exchange, devices)}
-    raise _failure(exchange, log.read_text(encoding="utf-8", errors="replace"), devices, bool(stopping))
+def _run(
+    job: Job, devices: Devices, cluster: Cluster, cache: CacheInUse, copied: dict[str, Any] | None, exchange: Path
+) -> dict[str, Any]:
+    """Run the workers, and return the outcome that rank 0 wrote."""
+    job.write(exchange / JOB)
+    if devices.nodes > 1:
+        nodes = run_nodes(exchange, devices, cluster, cache, copied)
+    else:
+        nodes = Nodes([socket.gethostname()], [run_node(exchange, devices, cache.environment, cache.hold)])
+    first, endings = nodes.endings[0], [ending for ending in nodes.endings if ending is not None]
+    stopping = any(ending.stopping for ending in endings)
+    ended = len(endings) == devices.nodes and not any(ending.status for ending in endings)
+    if first is not None and first.outcome is not None and (ended or stopping):
+        return {**first.outcome, "waited_seconds": _waited(exchange, devices)}
+    raise _failure(nodes, devices, stopping)
 
 
 def _waited(exchange: Path, devices: Devices) -> dict[str, list[float]] | None:
-    """Seconds for which the ranks of each role waited for the other; None where there is one role."""
-    if not devices.split:
+    """Seconds for which the ranks of each role waited for the other; None where there is one role, or one was ended."""
+    files = [exchange / f"{rank}.waited" for rank in range(devices.processes)]
+    if not devices.split or not all(file.exists() for file in files):
         return None
     seconds: dict[str, list[float]] = {"drafter": [], "target": []}
-    for rank in range(devices.processes):
-        text = (exchange / f"{rank}.waited").read_text(encoding="utf-8")
-        seconds[devices.role(rank)].append(round(json.loads(text), 3))
+    for rank, file in enumerate(files):
+        seconds[devices.role(rank)].append(round(json.loads(file.read_text(encoding="utf-8")), 3))
     return seconds
 
 
-def _failure(exchange: Path, log: str, devices: Devices, stopping: bool) -> BaseException:
+def _failure(nodes: Nodes, devices: Devices, stopping: bool) -> BaseException:
     """What a failed run raises: the refusal of a worker, or what is known of a crash."""
-    files = sorted(exchange.glob("*.error"), key=lambda path: path.stat().st_mtime)  # the others failed of the first
-    errors = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    for file, error in zip(files, errors, strict=True):
+    resumes = "checkpoints are kept, and the same command resumes."
+    several = devices.nodes > 1
+    endings = [ending for ending in nodes.endings if ending is not None]
+    errors = sorted((ending.error for ending in endings if ending.error is not None), key=lambda error: error["at"])
+    for error in errors:
         if "what" in error:
             if devices.split:
-                say(f"{devices.process(int(file.stem))} refuses to go on")
-            return DraftflowError(**error)
-    # the others then lose their connection
-    killed = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: -(\d+)", log, re.DOTALL)
+                say(f"{devices.process(error['rank'])} refuses to go on")
+            node = f"Node {nodes.name(devices.node(error['rank']))}: " if several else ""
+            return DraftflowError(f"{node}{error['what']}", error["remedy"], error["where"])
+    # a process that loses its connection to another node may abort
+    killed = sorted((e.killed for e in endings if e.killed is not None), key=lambda found: found[1] == signal.SIGABRT)
     if killed and not stopping:
-        cause = ", perhaps for want of memory" if killed[2] == "9" else ""
+        rank, number = killed[0]
+        if not (several and errors and number == signal.SIGABRT):
+            cause = ", perhaps for want of memory" if number == signal.SIGKILL else ""
+            return DraftflowError(
+                f"{_process(nodes, devices, rank)} was killed by signal {number}{cause}.",
+                f"See `dmesg`; {resumes}",
+            )
+    lost = [ending.lost for ending in endings if ending.lost is not None]
+    silent = [*sorted(nodes.silent), *lost]
+    gone = [*silent, *(node for node, ending in enumerate(nodes.endings) if ending is None)]
+    if gone:
+        how = "gave no sign of life for too long" if silent else "ended without a word"
         return DraftflowError(
-            f"{devices.process(int(killed[1]))} was killed by signal {killed[2]}{cause}.",
-            "See `dmesg`; checkpoints are kept, and the same command resumes.",
+            f"Node {nodes.name(gone[0])} is lost: it {how}.",
+            f"See that host and its scheduler's log; {resumes}",
         )
     if errors:
         trace = errors[0]["traceback"]
         sys.stderr.write(trace)
         return DraftflowError(
-            f"{devices.process(int(files[0].stem))} failed: {trace.strip().splitlines()[-1].rstrip('.')}.",
-            "The traceback is above; checkpoints are kept, and the same command resumes.",
+            f"{_process(nodes, devices, errors[0]['rank'])} failed: {trace.strip().splitlines()[-1].rstrip('.')}.",
+            f"The traceback is above; {resumes}",
         )
     if stopping:
         say("stopped before the first step; start again by running the same command")
         return SystemExit(STOPPED)
-    sys.stderr.write(log)
+    sys.stderr.write("".join(ending.log for ending in endings if not ending.cut_short))
     return DraftflowError("The training processes ended without a word.", "What torchrun said is above.")
+
+
+def _process(nodes: Nodes, devices: Devices, rank: int) -> str:
+    """The process of `rank`, in words."""
+    return devices.process(rank) + (f" on node {nodes.name(devices.node(rank))}" if devices.nodes > 1 else "")
 
 
 def losses(metrics: str) -> dict[str, Any]:
@@ -212,10 +206,12 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl")
     parser.add_argument("--tensorboard", type=Path, required=True, help="folder of TensorBoard files")
+    parser.add_argument("--cluster", type=json.loads, default={}, help="cluster.launcher and node_timeout, as JSON")
     parser.add_argument("--again", action="store_true", help="train again what is finished; a stopped run goes on")
     parser.add_argument("--record", type=Path, required=True, help="train.json")
     arguments = parser.parse_args()
     settings, devices = arguments.settings, from_settings(arguments.settings)
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(STOPPED))  # a scheduler's warning, at first with nothing to save
     record = Record("train", settings=settings)
     digest = run_digest(settings, arguments.rows, arguments.target)
     job = Job(
@@ -227,12 +223,13 @@ def main() -> None:
         metrics=arguments.metrics.resolve(),
         tensorboard=arguments.tensorboard.resolve(),
     )
-    local = (arguments.bundle, arguments.node_local) if arguments.node_local else None
+    local = (arguments.bundle.resolve(), arguments.node_local) if arguments.node_local else None
+    cluster = Cluster(**arguments.cluster)
     with run_lock.held(job.checkpoints):
         if arguments.again and (finished := checkpoint.latest(job.checkpoints)) and finished.step == job.steps:
             say(f"training again, in place of {finished.folder}")
             shutil.rmtree(job.checkpoints)
-        found = train(job, arguments.warm, devices, record, local)
+        found = train(job, arguments.warm, devices, cluster, record, local)
     write_text(arguments.metrics, found.metrics())
     fingerprint = json.loads(arguments.fingerprint.read_text(encoding="utf-8"))
     record["run_digest"] = digest

@@ -7,12 +7,14 @@ It is given a job (what the launcher wrote) and an exchange folder, into which i
     <rank>.waited    at the end, in the split topology: seconds of waiting for the other role
     <rank>.error     a refusal (JSON: what, remedy, where) or a traceback; the launcher shows it
     outcome.json     from rank 0: how far it came, and the facts for the record
+    meeting          from rank 0, with several nodes: where the ranks meet
 """
 
 import argparse
 import json
 import os
 import signal
+import socket
 import time
 import traceback
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from draftflow.stage import as_refusal, say, write_json
+from draftflow.stage import as_refusal, say, write_json, write_text
 from draftflow.training.devices import Devices, from_settings, process_environment
+from draftflow.training.exchange import Notes
 
 # A rank may wait for another that loads a large target, or writes a checkpoint to a slow disk; one that died is noticed
 # by its connection and by torchrun.
@@ -61,14 +64,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--exchange", type=Path, required=True)
+    parser.add_argument("--on-node", type=int, required=True, help="number of the node")
+    parser.add_argument("--address", required=True, help="of this node")
     arguments = parser.parse_args()
-    rank, exchange = int(os.environ["RANK"]), arguments.exchange
+    place, exchange = int(os.environ["LOCAL_RANK"]), arguments.exchange
+    rank = place
     os.dup2(1, 2)  # what torchrun writes to its own error stream then is torchrun's alone
     try:
         job = read_job(arguments.job)
         devices = from_settings(job.settings)
-        os.environ.update(process_environment(devices, int(os.environ["LOCAL_RANK"])))
-        outcome = _work(job, devices, rank, exchange)
+        rank += arguments.on_node * devices.per_node  # torchrun knows one node
+        os.environ.update(process_environment(devices, place))
+        outcome = _work(job, devices, rank, exchange, arguments.address)
         if rank == 0:
             write_json(exchange / "outcome.json", outcome)
     except BaseException as error:
@@ -78,7 +85,7 @@ def main() -> None:
         os._exit(1)  # at once: to end in good order may take an answer of ranks that wait for this one
 
 
-def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, Any] | None:
+def _work(job: Job, devices: Devices, rank: int, exchange: Path, address: str) -> dict[str, Any] | None:
     """Train as the job says, and what came of it; or run the target for those that train, and None."""
     # Only now, when the process sees its one device
     import torch
@@ -97,9 +104,9 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, An
     from draftflow.training.stream import Schedule, Streamed, connect, serve
 
     stop = Stop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, stop)
-    (exchange / f"{rank}.pid").write_text(str(os.getpid()))
+    write_text(exchange / f"{rank}.pid", str(os.getpid()))
     with as_fingerprinted(json.loads(job.fingerprint.read_text())["compile"]["fields"]):
         require_same(job.fingerprint)
     if devices.split:  # a message that NCCL waits for keeps a part of the GPU busy, less with fewer channels
@@ -107,7 +114,7 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, An
     if devices.processes > 1:
         # No device_id: receives that are posted early would then block one another in the one communicator.
         backend = "cpu:gloo,cuda:nccl" if devices.kind == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=PATIENCE, **_meeting(devices, rank, exchange, address))
     training = job.settings["training"]
     guard = Guard(job.settings["checks"]["compile"])
     shape, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
@@ -157,7 +164,7 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, An
         evaluate_every=training["evaluate_every"],
         checkpoint_every=training["checkpoint_every"],
         checkpoints=job.checkpoints,
-        facts={"resumed_from": None if found is None else found.step, "topology": devices.topology()},
+        facts={"resumed_from": None if found is None else found.step, "topology": devices.topology(_hosts(devices))},
         earlier_guards=[] if found is None else found.state["run"]["guard"],
         metrics=metrics,
         on_first_step=stepped,
@@ -172,6 +179,8 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, An
         write_json(exchange / f"{rank}.waited", streamed.waiting.seconds())
     if metrics is not None:
         metrics.close()
+    if devices.nodes > 1:
+        stop.requested()  # rank 0, where all met, does not leave before the others have come so far
     if devices.processes > 1:
         dist.destroy_process_group()
     return {
@@ -180,6 +189,34 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path) -> dict[str, An
         "ready_at": ready,
         "first_step_at": loop.first_step_at,
     }
+
+
+def _meeting(devices: Devices, rank: int, exchange: Path, address: str) -> dict[str, Any]:
+    """Where the ranks meet: on one node torchrun sees to it; else at rank 0, which says in a note where that is."""
+    if devices.nodes == 1:
+        return {}
+    from torch.distributed import TCPStore
+
+    notes, name = Notes(exchange), "meeting"
+    if rank == 0:
+        store = TCPStore(address, 0, is_master=True, timeout=PATIENCE, wait_for_workers=False)
+        notes.write(name, {"address": address, "port": store.port})
+    else:
+        while not (told := notes.read(name)):
+            time.sleep(0.1)  # a node process ends this one if the first node does not come
+        store = TCPStore(told["address"], told["port"], is_master=False, timeout=PATIENCE)
+    return {"store": store, "rank": rank, "world_size": devices.processes}
+
+
+def _hosts(devices: Devices) -> list[str]:
+    """The name of the host of every node."""
+    if devices.nodes == 1:
+        return [socket.gethostname()]
+    import torch.distributed as dist
+
+    hosts: list[Any] = [None] * devices.processes
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts[:: devices.per_node]
 
 
 def hyperparameters(settings: dict[str, Any]) -> Any:
