@@ -16,7 +16,7 @@ rule warm_cache:
         log_of(flow.warm_record.with_suffix("")),
     benchmark:
         benchmark_of(flow.warm_record.with_suffix(""))
-    threads: cores(flow.devices.processes)
+    threads: cores(flow.devices.per_node)
     resources:
         # all devices of the run, on one node, walked one after the other in one job: a scheduler that hands out
         # devices job by job would give the same one each time
