@@ -124,3 +124,11 @@ def test_an_interpreter_of_somebody_else_is_not_copied_and_that_is_said_once(pro
     assert "pack_environment" not in result.jobs
     assert result.jobs["bundle_cache"] == 1
     assert result.output.count("an external interpreter is not copied") == 1
+
+
+@pytest.mark.parametrize("profile", ["slurm", "cluster-generic", "kubernetes"])
+def test_each_profile_s_dry_run_has_all_jobs_and_refuses_devices_that_it_cannot_know(project, profile):
+    asked = ["--dry-run", "train", "--profile", str(ROOT / "profiles" / profile), "--config"]
+    assert project.run(*asked, "training={devices: {nodes: 1, per_node: 8}}").jobs == {**WHOLE, "train": 1}
+    (line,) = project.snakemake(*asked, "training={devices: auto}").errors
+    assert "depends on the GPUs of the host that reads it" in line
