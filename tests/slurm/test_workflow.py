@@ -57,6 +57,8 @@ class Driver:
     def __init__(self, workflow):
         self.workflow = workflow
         self.output = workflow.folder / "driver.txt"
+        for log in workflow.folder.glob("logs/runs/long/*/train.log"):
+            log.unlink()  # of the driver before
         with self.output.open("w") as stream:
             self.process = subprocess.Popen(
                 workflow.command("train_drafter"),
