@@ -44,7 +44,7 @@ LONG = {
 def long_run(workflow):
     """A training that would take hours, and is given a minute at the first attempt."""
     (workflow.folder / "long.yaml").write_text(yaml.safe_dump(LONG))
-    limits = {"train_drafter": {"runtime": "1 if attempt == 1 else 30", "slurm_extra": "--signal=TERM@10"}}
+    limits = {"train_drafter": {"runtime": "1 if attempt == 1 else 30", "slurm_extra": "--signal=USR1@10"}}
     files = [*workflow.arguments[2:], str(workflow.folder / "long.yaml")]
     long = type(workflow)(workflow.project, workflow.cluster, files).with_profile("long", limits)
     long.run("train_drafter", "--until", "warm_cache", "pack_rows")
@@ -89,7 +89,7 @@ def test_a_job_out_of_time_goes_on_with_more_and_a_second_snakemake_leaves_it_al
         first.wait("resuming from step")
         text = first.output.read_text()
         assert "Trying to restart job" in text
-        assert "stopping after this step" in text  # the log of the job that was told to end
+        assert "stopped after step" in text  # the log of the job that was told to end
 
         # the driver is killed: its job goes on, and nobody submits another
         first.process.kill()
