@@ -7,7 +7,11 @@ import yaml
 
 pytestmark = pytest.mark.slow
 
-NODES = {"run": "nodes", "training": {"devices": {"nodes": 2, "per_node": "cpu"}}}
+NODES = {
+    "run": "nodes",
+    "dataset": {"row_length": 256},
+    "training": {"devices": {"nodes": 2, "per_node": "cpu"}},
+}
 
 
 def test_training_gets_as_many_nodes_as_it_asks_for_and_the_other_stages_one(on_slurm, slurm):

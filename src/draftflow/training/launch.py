@@ -68,7 +68,7 @@ def command_of(cluster: Cluster, nodes: int) -> list[str]:
     """The words of the launcher.
 
     Raises:
-        DraftflowError: none is known here, or the job has not as many nodes.
+        DraftflowError: none is known here.
     """
     if cluster.launcher != "auto":
         return list(cluster.launcher)
@@ -77,13 +77,6 @@ def command_of(cluster: Cluster, nodes: int) -> list[str]:
             f"{nodes} nodes are asked for, and this is no Slurm job.",
             "Run the workflow with `--profile profiles/slurm`, or name the launcher of another scheduler.",
             KEY,
-        )
-    there = os.environ.get("SLURM_JOB_NUM_NODES")
-    if there is not None and int(there) < nodes:
-        raise DraftflowError(
-            f"{nodes} nodes are asked for, and this Slurm job has {there}.",
-            "Ask Slurm for as many.",
-            "config key training.devices",
         )
     # one task on each node beside what runs there already, with all cores and GPUs of the job, unbound; a task that
     # fails does not end the others before they have said their last words
@@ -117,7 +110,7 @@ def run_nodes(
     watched = _Watched(Notes(exchange), devices.nodes, cluster.node_timeout)
     watched.look()
     try:
-        launcher = subprocess.Popen(command, env=_without_bindings(), start_new_session=True, preexec_fn=_as_launcher)
+        launcher = subprocess.Popen(command, env=_variables(cluster), start_new_session=True, preexec_fn=_as_launcher)
     except OSError as error:
         raise DraftflowError(f"{words[0]}: {error.strerror}.", "Name a command that is there.", KEY) from None
     with on_stop(watched.stop):
@@ -217,20 +210,12 @@ def _as_launcher() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _without_bindings() -> dict[str, str]:
-    """The variables of this process without those by which srun would bind a step as this one is bound."""
-    of_step = (
-        "CPU_BIND",
-        "CPUS_PER_TASK",
-        "NTASKS",
-        "NPROCS",
-        "TASKS_PER_NODE",
-        "DISTRIBUTION",
-        "MEM_PER_CPU",
-        "STEP_",
-    )
-    dropped = ("SRUN_CPUS_PER_TASK", *(f"SLURM_{name}" for name in of_step))
-    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+def _variables(cluster: Cluster) -> dict[str, str]:
+    """The variables of the launcher. Those that a step of Slurm has would bind another to the same node and cores."""
+    kept = ("SLURM_CONF", "SLURM_JOB_ID") if cluster.launcher == "auto" else tuple(os.environ)
+    return {
+        name: value for name, value in os.environ.items() if name in kept or not name.startswith(("SLURM_", "SRUN_"))
+    }
 
 
 def _end(launcher: "subprocess.Popen[bytes]") -> None:
