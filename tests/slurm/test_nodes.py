@@ -23,7 +23,5 @@ def test_training_gets_as_many_nodes_as_it_asks_for_and_the_other_stages_one(on_
     (record,) = workflow.folder.glob("results/runs/nodes/*/train.json")
     topology = json.loads(record.read_text())["topology"]
     assert (topology["nodes"], len(topology["ranks"])) == (2, 2)
-    jobs = workflow.cluster.run("sacct", "-X", "-n", "-P", "--format=NNodes,State,Comment").splitlines()
-    nodes = {comment.removeprefix("rule_"): int(count) for count, _, comment in (job.split("|") for job in jobs)}
-    assert nodes.pop("train_drafter") == 2
-    assert set(nodes.values()) == {1}
+    nodes = workflow.cluster.run("sacct", "-X", "-n", "-P", "--format=NNodes").split()
+    assert (nodes.count("2"), nodes.count("1")) == (1, len(nodes) - 1)
