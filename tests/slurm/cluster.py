@@ -160,6 +160,29 @@ class Cluster:
         lines = self.run("squeue", "--noheader", "--format=%i|%T|%k", *options).splitlines()
         return [line.split("|") for line in lines]
 
+    def lose(self, node: str) -> None:
+        """Have a node die: its daemon and all that runs there is gone at once, and Slurm is told."""
+        marks = [f"SLURMD_NODENAME={node}\0".encode(), f"SLURM_CONF={self.folder}/slurm.conf\0".encode()]
+        daemon = int((self.folder / f"slurmd-{node}.pid").read_text())
+        steps = [daemon]
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (process / "environ").read_bytes() + b"\0"
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                if all(mark in variables for mark in marks):
+                    steps += [int(process.name), parent]  # the parent of the first is Slurm's own
+        for process in dict.fromkeys(steps):
+            if process > 1 and process != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=died")
+
+    def bring_back(self, node: str) -> None:
+        """Have that node boot."""
+        self._call("slurmd", "-N", node)
+        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        self.wait(lambda: self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T").split() == ["idle"], "idle node")
+
     def left_over(self) -> list[str]:
         """Commands of processes that belong to this cluster or to a job of it, by their environment."""
         found = []

@@ -83,7 +83,7 @@ class Driver:
             time.sleep(0.5)
 
 
-def test_a_job_out_of_time_goes_on_with_more_and_a_second_snakemake_leaves_it_alone(long_run):
+def test_a_long_job_goes_on_after_its_time_a_kill_a_requeue_and_the_death_of_its_node(long_run):
     first = Driver(long_run)
     try:
         first.wait("resuming from step")
@@ -117,12 +117,39 @@ def test_a_job_out_of_time_goes_on_with_more_and_a_second_snakemake_leaves_it_al
     try:
         second.wait("resuming from step")
         assert _resumed_at(second.log()) > resumed_at
+
+        # put back into the queue, the job writes a checkpoint, and goes on from it
+        resumed_at = _resumed_at(second.log())
+        ((job, _, _),) = long_run.cluster.jobs()
+        long_run.cluster.run("scontrol", "requeue", job)
+        _start_again(second, job)
+        assert _resumed_at(second.log()) > resumed_at
+
+        # where its node dies, it goes on from there on another
+        resumed_at = _resumed_at(second.log())
+        node = long_run.cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip()
+        long_run.cluster.lose(node)
+        _start_again(second, job)
+        assert _resumed_at(second.log()) == resumed_at  # nobody could write another
+        assert long_run.cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip() != node
+        long_run.cluster.bring_back(node)
+
         # and interrupted, Snakemake takes its job with it
         second.process.send_signal(signal.SIGINT)
         long_run.cluster.wait(lambda: not long_run.cluster.jobs(), "end of the job", 60)
         assert second.process.wait(60) != 0
     finally:
         second.process.kill()
+
+
+def _start_again(driver, job):
+    """Wait until Slurm has started a job again, at once and not after the minutes that it lets pass, and it trains."""
+    cluster = driver.workflow.cluster
+    cluster.wait(lambda: cluster.jobs("-j", job)[0][1] == "PENDING", "job in the queue", 60)
+    for log in driver.workflow.folder.glob("logs/runs/long/*/train.log"):
+        log.unlink()
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    driver.wait("resuming from step")
 
 
 def _resumed_at(log):
