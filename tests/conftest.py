@@ -1,5 +1,5 @@
 """Which tests run where and in which order: those of `torch_env` and `gpu` need what the workflow installs, not what
-runs the workflow. Two processes share the tests file by file; the files that take longest come first. And the workflow
+runs the workflow. Three processes share the tests file by file; the files that take longest come first. And the workflow
 as a user runs it: `snakemake` as a process of its own in an empty folder.
 """
 
@@ -20,13 +20,13 @@ collect_ignore = [] if importlib.util.find_spec("torch") else ["torch_env", "gpu
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
-# Files that are run in one process, one after the other: they share a folder with torch environments, or the GPU.
-TOGETHER = {"workflow/test_whole_run.py": "project", "slurm": "project", "gpu": "gpu"}
+# Folders whose files are run in one process, one after the other: they share a torch environment, or the GPU.
+TOGETHER = ["slurm", "gpu"]
 
 FIRST = [
-    "workflow/test_whole_run.py",
-    "slurm",
     "workflow/test_in_environment.py",
+    "workflow/test_whole_run.py",
+    "slurm",  # which mostly waits
     "torch_env/test_training_cache.py",
     "torch_env/test_training_run.py",
     "torch_env/test_training_stream.py",
@@ -52,8 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            together = _among(config.rootpath / path, TOGETHER)
-            return path if together is None else TOGETHER[together]
+            return _among(config.rootpath / path, TOGETHER) or path
 
     return Scheduling(config, log)
 

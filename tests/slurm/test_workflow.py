@@ -42,9 +42,9 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def long_run(workflow):
-    """A training that would take hours, and is given a minute at the first attempt."""
+    """A training that would take hours, and is given two minutes at the first attempt."""
     (workflow.folder / "long.yaml").write_text(yaml.safe_dump(LONG))
-    limits = {"train_drafter": {"runtime": "1 if attempt == 1 else 30", "slurm_extra": "--signal=USR1@10"}}
+    limits = {"train_drafter": {"runtime": "2 if attempt == 1 else 30", "slurm_extra": "--signal=USR1@10"}}
     files = [*workflow.arguments[2:], str(workflow.folder / "long.yaml")]
     long = type(workflow)(workflow.project, workflow.cluster, files).with_profile("long", limits)
     long.run("train_drafter", "--until", "warm_cache", "pack_rows")
