@@ -1,6 +1,7 @@
 """Which tests run where and in which order: those of `torch_env` and `gpu` need what the workflow installs, not what
-runs the workflow. Three processes share the tests file by file; the files that take longest come first. And the workflow
-as a user runs it: `snakemake` as a process of its own in an empty folder.
+runs the workflow. Three processes share the tests file by file; the files that take longest come first.
+
+And the workflow as a user runs it: `snakemake` as a process of its own in an empty folder.
 """
 
 import importlib.util

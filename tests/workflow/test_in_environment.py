@@ -24,7 +24,7 @@ def test_the_parts_that_need_torch_pass_their_tests_in_the_environment(shared_pr
     subprocess.run(command, check=True)
     done = project.python(
         BUILD,
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", ROOT / "tests/torch_env"),
+        *("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "-rs", ROOT / "tests/torch_env"),
         path=[tools],
         stdout=subprocess.PIPE,
         DRAFTFLOW_SMOLLM2=str(model),
