@@ -4,8 +4,8 @@ No systemd, no cgroups; everything lies in one folder. By hand, until Ctrl-C:
 
     python tests/slurm/cluster.py [--accounting]
 
-A job's inner srun does not see SLURM_CONF (snakemake-executor-plugin-slurm-jobstep drops it), so that the PATH of what
-uses the cluster begins with one that does. A Slurm of the machine's own is not touched, and does not matter.
+Within a job, Snakemake's executors drop SLURM_CONF from the variables of Slurm's commands. So the PATH of what uses the
+cluster begins with commands that know it. A Slurm of the machine's own is not touched, and does not matter.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue"]
+COMMANDS = ["srun", "sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "sacctmgr"]
 ACCOUNTING_PROGRAMS = ["slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"]
 PACKAGES = "munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd slurm-wlm-mysql-plugin mariadb-server"
 
@@ -242,9 +243,11 @@ class Cluster:
         )
         lines = [f"NodeName={name} Name=gpu Type=fake File={device}" for name in names for device in devices]
         (folder / "gres.conf").write_text("\n".join(lines) + "\n")
-        srun = folder / "bin/srun"
-        srun.write_text(f'#!/bin/sh\nSLURM_CONF={folder}/slurm.conf exec {shutil.which("srun", path=_path())} "$@"\n')
-        srun.chmod(0o755)
+        for name in COMMANDS:
+            command = folder / "bin" / name
+            found = shutil.which(name, path=_path())
+            command.write_text(f'#!/bin/sh\nSLURM_CONF={folder}/slurm.conf exec {found} "$@"\n')
+            command.chmod(0o755)
         dbd = folder / "slurmdbd.conf"
         dbd.touch(mode=0o600)
         dbd.write_text(SLURMDBD_CONF.format(host=host, port=ports[1], folder=folder))
