@@ -159,8 +159,13 @@ class Worker(ABC):
     batches: Batches
 
     @abstractmethod
-    def warm_up(self, batches: Batches) -> None:
-        """One step on other data."""
+    def warm_up(self, batches: Batches, kept: bool = False) -> None:
+        """One step on other data; `kept`: with features that were computed before, if the trainer keeps any."""
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the rows of a second epoch whose features were kept."""
+        return 0.0
 
     @abstractmethod
     def begin(self, steps: int, warmup: int) -> None:
@@ -205,14 +210,21 @@ class Draftflow(Worker):
         self.batches, self.device = self.process.batches, self.process.device
         if job.settings["eager"]:
             self.process.step.drafter._run_layer = run_layer
+        # of other data, as the usual one keeps those of the dataset
+        keeping = (plan, {TRAIN: plan.rows}, job.settings["feature_cache_gb"], self.device)
+        self.other_source = Colocated(self.process.source.extractor, *keeping)
         optimizer = self.process.step.optimizer
         self.first = {"weights": _copies(optimizer.weights()), "state": _copies(optimizer.state())}
 
-    def warm_up(self, batches: Batches) -> None:
+    def warm_up(self, batches: Batches, kept: bool = False) -> None:
         step, batch = self.process.step, batches.train(0).to(self.device)
-        source, step.source = step.source, self._features  # the usual source would keep the features of these rows
+        source, step.source = step.source, self.other_source if kept else self._features
         step.train(batch, 0)
         step.source = source
+
+    @property
+    def kept_share(self) -> float:
+        return self.process.source.capacity / len(self.batches.train_rows)
 
     def _features(self, batch: Batch) -> Tensor:
         parts = [getattr(batch, name).split(ROWS_AT_ONCE) for name in ("input_ids", "document_ids", "position_ids")]
@@ -264,7 +276,7 @@ class SpecForge(Worker):
         self.source = Colocated(extractor, plan, {TRAIN: len(rows[0])}, 0.0, self.device)
         self._set_schedule(trainers.STEPS, MOST_WARM_UP)
 
-    def warm_up(self, batches: Batches) -> None:
+    def warm_up(self, batches: Batches, kept: bool = False) -> None:
         self._train(batches.train(0), batches.train_rows)
 
     def begin(self, steps: int, warmup: int) -> None:
@@ -335,6 +347,31 @@ def first_step(job: Job, variant: Variant, started: float) -> None:
     write_json(job.run_folder(variant.text) / "first.json", {"seconds": round(time.time() - started, 2)})
 
 
+def _step_seconds(job: Job, worker: Worker, other: Batches, kept: bool) -> float:
+    """How long a step takes, of which none on the dataset."""
+    for _ in range(WARM_UP):
+        worker.warm_up(other, kept)
+    start = wait(job.device)
+    for _ in range(TIMED):
+        worker.warm_up(other, kept)
+    return (wait(job.device) - start) / TIMED
+
+
+def expected_steps(seconds: float, epoch: int, first: float, again: float, kept: float) -> int:
+    """Steps that a run of so many seconds has.
+
+    Args:
+        seconds: of training.
+        epoch: steps in which each row is visited once.
+        first: seconds of a step of the first epoch, which computes features.
+        again: seconds of one whose features were kept.
+        kept: share of the rows whose features are kept.
+    """
+    if seconds <= epoch * first:
+        return round(seconds / first)
+    return round(epoch + (seconds - epoch * first) / (kept * again + (1 - kept) * first))
+
+
 def train(job: Job, variant: Variant, started: float) -> None:
     """Train by the clock, and keep the weights of the given seconds; the clock stands while they are written."""
     folder, marks = job.run_folder(variant.text), job.settings["at"]
@@ -343,20 +380,18 @@ def train(job: Job, variant: Variant, started: float) -> None:
     worker.warm_up(other)
     wait(job.device)
     warm = round(time.time() - started, 2)
-    for _ in range(WARM_UP):
-        worker.warm_up(other)
-    start = wait(job.device)
-    for _ in range(TIMED):
-        worker.warm_up(other)
-    step_seconds = (wait(job.device) - start) / TIMED
+    first, again = (_step_seconds(job, worker, other, kept) for kept in (False, True))
+    epoch = -(-len(worker.batches.train_rows) // worker.batches.plan.rows)
+    expected = expected_steps(marks[-1], epoch, first, again, worker.kept_share)
     saved, before_that = folder / "state.pt", None
     if saved.is_file():
         before_that = torch.load(saved, map_location=job.device, weights_only=False)
         run = before_that["run"]
     else:
-        steps, warmup = variant.schedule(max(2, round(marks[-1] / step_seconds)))
+        steps, warmup = variant.schedule(max(2, expected))
         run = {"variant": variant.text, "steps": steps, "warmup": warmup, "marks": [], "sittings": 0}
-        run |= {"done": 0, "seconds": 0.0, "first_step_seconds": warm, "warm_up_step_ms": round(step_seconds * 1e3, 2)}
+        run |= {"done": 0, "seconds": 0.0, "first_step_seconds": warm}
+        run |= {"warm_up_step_ms": {"first": round(first * 1e3, 2), "again": round(again * 1e3, 2)}}
     worker.begin(run["steps"], run["warmup"])
     if before_that is not None:
         worker.load(before_that["worker"])

@@ -146,6 +146,15 @@ def test_variants():
             Variant.parse(text)
 
 
+def test_a_run_has_the_steps_of_its_first_epoch_and_then_shorter_ones():
+    from acceptance_trials import expected_steps
+
+    assert expected_steps(10, 100, first=0.2, again=0.1, kept=1.0) == 50
+    assert expected_steps(40, 100, first=0.2, again=0.1, kept=1.0) == 300
+    assert expected_steps(40, 100, first=0.2, again=0.1, kept=0.0) == 200
+    assert expected_steps(35, 100, first=0.2, again=0.1, kept=0.5) == 200
+
+
 def test_missing_inputs_are_refused(tmp_path):
     for line, words in (
         (["--output", str(tmp_path / "one")], "no folder of the target"),

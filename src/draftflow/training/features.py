@@ -64,6 +64,7 @@ class Colocated:
 
     Attributes:
         hits, misses: rows that were remembered, and rows that were computed.
+        capacity: rows that can be remembered.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Colocated:
         self._group = max(1, min(plan.rows, TOKENS_AT_ONCE[device.type] // plan.row_length))
         self._dtype = getattr(torch, plan.precision)
         self._row = row_shape(plan)
-        capacity = min(sum(rows.values()), int(limit_gb * 1e9) // (self._row[0] * self._row[1] * self._dtype.itemsize))
+        row_bytes = self._row[0] * self._row[1] * self._dtype.itemsize
+        self.capacity = min(sum(rows.values()), int(limit_gb * 1e9) // row_bytes)
         # One allocation: pinning memory is slow, and pages of ordinary memory are not taken before they are written.
-        self._kept = torch.empty(capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")
+        self._kept = torch.empty(self.capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")
         self._place: dict[tuple[str, int], int] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
