@@ -1,6 +1,7 @@
 """The lock of a run: refused while its holder lives, taken over when it is dead, whichever way that is known."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -125,9 +126,24 @@ def test_a_job_that_slurm_started_again_succeeds_itself(run, slurm, capsys, monk
     assert "is over" in taken_over(run, capsys)
 
 
-def test_a_process_elsewhere_keeps_it_while_it_is_heard_of(run, slurm):
-    left(run, ELSEWHERE, silent=run_lock.SILENT_AT_MOST - 60)
+def renews(run, after):
+    """A `sleep` during which the holder renews its lock, at the given call."""
+    calls = itertools.count(1)
+    return lambda _: next(calls) == after and os.utime(next(run.parent.glob("*.lock-*")))
+
+
+def test_a_process_elsewhere_keeps_it_once_it_is_heard_of(run, slurm, monkeypatch, capsys):
+    left(run, ELSEWHERE, silent=20)
+    monkeypatch.setattr(run_lock.time, "sleep", renews(run, after=3))
     assert "process 4711 on node7 is training this run" in refused(run)
+    assert capsys.readouterr().out.count("waiting until it is heard of") == 1
+
+
+def test_a_process_elsewhere_that_falls_silent_is_waited_for(run, slurm, capsys, monkeypatch):
+    # tried again at once after a kill or a reboot, a run goes on by itself
+    left(run, ELSEWHERE, silent=10)
+    monkeypatch.setattr(run_lock, "SILENT_AT_MOST", 12.0)
+    assert "process 4711 on node7 held it and has not been heard of for" in taken_over(run, capsys)
 
 
 def test_a_process_elsewhere_that_fell_silent_is_succeeded(run, slurm, capsys):
@@ -135,9 +151,10 @@ def test_a_process_elsewhere_that_fell_silent_is_succeeded(run, slurm, capsys):
     assert "process 4711 on node7 held it and has not been heard of for 301 s" in taken_over(run, capsys)
 
 
-def test_where_slurm_does_not_answer_silence_decides(run, slurm, capsys):
+def test_where_slurm_does_not_answer_silence_decides(run, slurm, capsys, monkeypatch):
     slurm["12"] = None
     left(run, IN_JOB_12, silent=100)
+    monkeypatch.setattr(run_lock.time, "sleep", renews(run, after=1))
     assert "Slurm job 12" in refused(run)
     os.utime(next(run.parent.glob("*.lock-*")), (0, 0))
     assert "has not been heard of" in taken_over(run, capsys)

@@ -59,13 +59,14 @@ def _acquire(checkpoints: Path, me: Process) -> Path:
     claim = checkpoints.with_name(f".{checkpoints.name}.claim-{uuid.uuid4().hex}")
     claim.write_text(json.dumps(me.facts()), encoding="utf-8")
     end = time.monotonic() + PATIENCE
+    seen: dict[Path, float] = {}
     try:
         while True:
             os.utime(claim)  # the time of the file's server, which the holder renews by as well
             left = _locks(checkpoints)
             words = None
             for lock in left:
-                words = _left_by(lock, claim.stat().st_mtime, wait=time.monotonic() < end)
+                words = _left_by(lock, claim.stat().st_mtime, seen, wait=time.monotonic() < end)
                 if words is None:
                     break
             if left and words is None:
@@ -93,26 +94,36 @@ def _locks(checkpoints: Path) -> list[Path]:
     return sorted(checkpoints.parent.glob(f"{checkpoints.name}.lock-*"))
 
 
-def _left_by(lock: Path, now: float, wait: bool) -> str | None:
-    """Words on a lock that a dead holder left behind; None if a holder is ending, or is gone already.
+def _left_by(lock: Path, now: float, seen: dict[Path, float], wait: bool) -> str | None:
+    """Words on a lock that a dead holder left behind; None if that is not certain yet, or the lock is gone already.
+
+    Args:
+        lock: of some holder.
+        now: by the clock of the lock's server.
+        seen: when each lock was renewed last, as the first look found it. Who cannot be asked is heard of if it renews
+            the lock after that, and silent if it does not.
+        wait: whether a job that is being taken down is still waited for.
 
     Raises:
         DraftflowError: the holder lives as far as can be known.
     """
     try:
         holder = Process.read(json.loads(lock.read_text(encoding="utf-8")))
-        silent = now - lock.stat().st_mtime
+        renewed = lock.stat().st_mtime
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
         raise DraftflowError("This is not a lock.", "Remove it.", str(lock)) from None
-    state = holder.state()
+    state, silent = holder.state(), now - renewed
     if state == "ending" and wait:
         return None
     if state == "dead" or (state == "unknown" and silent > SILENT_AT_MOST):
         why = "is over" if state == "dead" else f"has not been heard of for {silent:.0f} s"
         return f"taking over this run: {holder} held it and {why}"
-    advice = f"Wait for it, or end it: scancel {holder.job}" if holder.job else "Wait for it, or end it."
     if state == "unknown":
-        advice = f"Wait for it; if it is gone, this is seen after {SILENT_AT_MOST:.0f} s of silence."
+        if lock not in seen:
+            say(f"{holder} held this run; waiting until it is heard of, or silent for {SILENT_AT_MOST:.0f} s")
+        if seen.setdefault(lock, renewed) == renewed:
+            return None
+    advice = f"Wait for it, or end it: scancel {holder.job}" if holder.job else "Wait for it, or end it."
     raise DraftflowError(f"{holder} is training this run.", advice, str(lock))
