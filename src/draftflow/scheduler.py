@@ -59,7 +59,13 @@ def state_of(job: str) -> str | None:
 def own_job() -> tuple[str, int] | None:
     """Id of the Slurm job that this process belongs to, and how often Slurm has started it again; None outside."""
     job = os.environ.get("SLURM_JOB_ID")
-    return None if not job else (job, int(os.environ.get("SLURM_RESTART_COUNT") or 0))
+    if not job:
+        return None
+    restarts = os.environ.get("SLURM_RESTART_COUNT")
+    if restarts is None:  # the executor plugin drops it on the way into a job's step
+        answer = _ask("squeue", "--noheader", f"--jobs={job}", "--Format=RestartCnt")
+        restarts = "" if answer is None else answer.stdout.strip()
+    return job, int(restarts) if restarts.isdigit() else 0
 
 
 @dataclass(frozen=True)

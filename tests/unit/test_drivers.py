@@ -172,3 +172,13 @@ def test_a_state_is_only_known_where_slurm_answers(monkeypatch, answer, state):
     output, error, code = answer
     monkeypatch.setattr(scheduler, "_ask", lambda *_: subprocess.CompletedProcess([], code, output, error))
     assert scheduler.state_of("14") == state
+
+
+@pytest.mark.parametrize(("variable", "answer", "restarts"), [("2", "", 2), (None, "1      \n", 1), (None, "", 0)])
+def test_how_often_a_job_was_started_again_is_asked_where_its_step_is_not_told(monkeypatch, variable, answer, restarts):
+    monkeypatch.setenv("SLURM_JOB_ID", "14")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", variable)
+    monkeypatch.setattr(scheduler, "_ask", lambda *_: subprocess.CompletedProcess([], 0, answer, ""))
+    assert scheduler.own_job() == ("14", restarts)
