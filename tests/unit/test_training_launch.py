@@ -257,6 +257,15 @@ def test_a_launcher_that_does_not_start_all_nodes_is_told(tmp_path, launcher, wo
     assert "Traceback" not in output
 
 
+def test_a_launcher_that_waits_is_ended_by_a_stop(tmp_path):
+    with Run(tmp_path, launcher=f"#!/bin/sh\ntouch {tmp_path}/waits\nexec sleep 600\n") as run:
+        wait_for((tmp_path / "waits").exists)
+        run.process.terminate()
+        status, output = run.end()
+    assert status == 143
+    assert "stopped before the first step" in output
+
+
 def test_a_launcher_that_starts_too_many_processes_does_no_harm(tmp_path):
     with Run(tmp_path, TWICE.replace("0 1", "0 1 2")) as run:
         run.wait_for_workers()

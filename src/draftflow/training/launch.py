@@ -130,7 +130,9 @@ def run_nodes(
             time.sleep(TICK_SECONDS)
             watched.look()
     found = watched.nodes()
-    if not any(watched.notes_of_nodes):
+    if not watched.heard and watched.stopping:
+        found.endings = [Ending(status=1, stopping=True) for _ in range(devices.nodes)]
+    elif not watched.heard:
         raise DraftflowError(
             f"`{shlex.join(words)}` ended with status {launcher.returncode} and started nothing.",
             "What it said is above.",
@@ -172,8 +174,15 @@ class _Watched:
         return all(told.get("stepped") for told in self.notes_of_nodes)
 
     @property
+    def heard(self) -> bool:
+        """Whether any node gave a sign of life."""
+        return any(self.notes_of_nodes)
+
+    @property
     def over(self) -> bool:
-        """Whether one node failed, or all came to their end or are lost."""
+        """Whether one node failed, or all came to their end or are lost; or none is there that could stop."""
+        if self.stopping and not self.heard:
+            return True
         endings = [told.get("ending") for told in self.notes_of_nodes]
         failed = any(ending is not None and ending["status"] != 0 for ending in endings)
         return failed or (all(self.notes_of_nodes) and self.settled(self.timeout))
