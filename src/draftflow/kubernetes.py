@@ -9,7 +9,9 @@ same paths, and nothing is copied. The volume must be one that several nodes mou
 
 import argparse
 import json
+import shutil
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,16 @@ from draftflow.stage import run_stage
 
 # What training may take to write a checkpoint after it was told to end, in seconds
 GRACE_SECONDS = 180
+
+# The first process of a container, which alone is told that the pod shall end, and which no signal ends that it does
+# not expect. It hands on the one on which training writes its checkpoint, and which all else ignores.
+FIRST = """\
+trap 'kill -USR1 -1' TERM
+(trap '' USR1; exec sh "$0") &
+wait $!; status=$?
+while kill -0 $! 2> /dev/null; do wait $!; status=$?; done
+exit $status
+"""
 
 
 def job(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -50,7 +62,7 @@ def job(arguments: argparse.Namespace) -> dict[str, Any]:
     container = {
         "name": "stage",
         "image": arguments.image,
-        "command": ["sh", str(script)],
+        "command": ["sh", "-c", FIRST, str(script)],
         "workingDir": str(Path.cwd()),
         "resources": {"requests": wanted, "limits": wanted},
         # processes of one training exchange data through shared memory, of which a container has 64 MB by itself
@@ -59,6 +71,7 @@ def job(arguments: argparse.Namespace) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "activeDeadlineSeconds": arguments.minutes * 60,  # of the pod: a job's would count the wait for a node
         "containers": [container],
         "volumes": [
             {"name": "project", "persistentVolumeClaim": {"claimName": arguments.claim}},
@@ -74,7 +87,6 @@ def job(arguments: argparse.Namespace) -> dict[str, Any]:
         "metadata": {"name": f"draftflow-{uuid.uuid4().hex[:12]}", "labels": labels},
         "spec": {
             "backoffLimit": 0,  # Snakemake submits again
-            "activeDeadlineSeconds": arguments.minutes * 60,
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
@@ -87,6 +99,22 @@ def state(told: dict[str, Any]) -> str:
     if "Complete" in held:
         return "success"
     return "failed" if "Failed" in held else "running"
+
+
+def ask(name: str) -> str:
+    """The state of the job `name`: failed if it was removed, running as long as the cluster does not answer.
+
+    Raises:
+        DraftflowError: there is no kubectl.
+    """
+    try:
+        told = kubectl("get", "job", name, "--ignore-not-found", "--output=json")
+    except DraftflowError as error:
+        if shutil.which("kubectl") is None:
+            raise
+        print(f"draftflow: {error}", file=sys.stderr)  # a failure of this command would end the workflow
+        return "running"
+    return state(json.loads(told)) if told.strip() else "failed"
 
 
 def kubectl(*arguments: str, given: str | None = None) -> str:
@@ -124,7 +152,7 @@ def main() -> None:
     status.add_argument("name", help="as printed by submit")
     arguments = parser.parse_args()
     if arguments.command == "status":
-        print(state(json.loads(kubectl("get", "job", arguments.name, "--output=json"))))
+        print(ask(arguments.name))
         return
     manifest = job(arguments)
     kubectl("create", "--filename=-", given=json.dumps(manifest))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 KUBECTL = """#!/bin/sh
 case "$1" in
 create) cat > "$KEPT" ;;
-get) [ "$3" = draftflow-known ] || { echo 'Error from server (NotFound): jobs "'$3'" not found' >&2; exit 1; }
-    echo "$STATUS" ;;
+get) [ -z "$DOWN" ] || { echo "Unable to connect to the server: EOF" >&2; exit 1; }
+    if [ "$3" = draftflow-known ]; then echo "$STATUS"
+    elif [ "$4" != --ignore-not-found ]; then echo 'Error from server (NotFound): jobs "'$3'" not found' >&2; exit 1
+    fi ;;
 esac
 """
 
@@ -57,10 +60,10 @@ def test_a_script_becomes_a_job_that_sees_the_project_where_it_is(run):
     manifest = json.loads((run.folder / "kept.json").read_text())
     assert done.stdout == manifest["metadata"]["name"] + "\n"
     assert manifest["spec"]["backoffLimit"] == 0
-    assert manifest["spec"]["activeDeadlineSeconds"] == 1200
     pod = manifest["spec"]["template"]["spec"]
+    assert pod["activeDeadlineSeconds"] == 1200
     (container,) = pod["containers"]
-    assert container["command"] == ["sh", str(run.folder / "shared/project/job.sh")]
+    assert container["command"][-1] == str(run.folder / "shared/project/job.sh")
     assert container["workingDir"] == str(run.folder / "shared/project")
     assert container["resources"]["limits"] == {"cpu": "64", "memory": "8000M", "nvidia.com/gpu": "8"}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -110,11 +113,38 @@ def test_the_state_of_a_job_is_one_of_three_words(run, conditions, expected):
     assert done.stdout == f"{expected}\n", done.stderr
 
 
-def test_what_kubectl_refuses_is_told_in_one_line(run):
-    done = run("status", "draftflow-other")
-    (line,) = done.stderr.splitlines()
-    assert 'jobs "draftflow-other" not found' in line
-    assert done.returncode == 1
+def test_a_job_that_somebody_removed_has_failed(run):
+    assert run("status", "draftflow-other").stdout == "failed\n"
+
+
+def test_a_cluster_that_does_not_answer_does_not_end_the_workflow(run):
+    done = run("status", "draftflow-known", DOWN="1")
+    assert (done.stdout, done.returncode) == ("running\n", 0)
+    assert "Unable to connect to the server: EOF." in done.stderr
+
+
+STAGE = """\
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit("told"))
+print("ready", flush=True)
+time.sleep(20)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a process the first one of its namespace")
+def test_the_end_of_a_pod_is_told_to_the_stage_and_ends_nothing_else(run):
+    (run.folder / "stage.py").write_text(STAGE)
+    script = run.folder / "shared/project/job.sh"
+    script.write_text(f"{sys.executable} {run.folder}/stage.py; status=$?\necho and then\nexit $status\n")
+    assert submission(run).returncode == 0
+    pod = json.loads((run.folder / "kept.json").read_text())["spec"]["template"]["spec"]
+    command = ["unshare", "--pid", "--fork", "--kill-child", *pod["containers"][0]["command"]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as container:
+        assert container.stdout.readline() == "ready\n"
+        (first,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        output, errors = container.communicate(timeout=10)
+    assert (output, errors, container.returncode) == ("and then\n", "told\n", 1)
 
 
 def test_without_kubectl_that_is_said(run):
