@@ -21,17 +21,19 @@ COMMENT = "rule_"
 
 
 def register(driver: Process, name: str, outputs: Mapping[str, Sequence[str]]) -> None:
-    """Write who drives the folder and what its jobs make.
+    """Write who drives the folder and what its jobs make; records of those that are over go, but for queued jobs.
 
     Args:
-        driver: this Snakemake.
+        driver: this Snakemake, which holds the lock of the folder.
         name: of this driver's jobs in the queue.
         outputs: what each job makes, by the name of its rule or group.
     """
     RECORDS.mkdir(parents=True, exist_ok=True)
     known = {job.name for job in scheduler.queued_jobs()}
+    # with no lock beside that of this driver, those of which nothing is known (other host, earlier boot) are over
+    over = {"dead"} if len(list(LOCKS.glob("*.output.lock"))) > 1 else {"dead", "unknown"}
     for path, earlier, _ in _records():
-        if path.stem not in known and earlier.state() == "dead":
+        if path.stem not in known and earlier.state() in over:
             path.unlink(missing_ok=True)
     write_json(RECORDS / f"{name}.json", {**driver.facts(), "jobs": outputs})
 

@@ -126,6 +126,16 @@ def test_records_of_the_dead_go_with_their_last_job(folder, killed, queued, monk
     assert {path.stem for path in drivers.RECORDS.iterdir()} == {"fourth"}
 
 
+@pytest.mark.parametrize(("locks", "left"), [(1, {SECOND}), (2, {FIRST, SECOND})])
+def test_a_record_of_another_host_goes_once_no_lock_but_ones_own_is_there(folder, killed, locks, left):
+    drivers.register(replace(killed, machine="another machine"), FIRST, OUTPUTS)
+    lock_of(folder)
+    if locks == 2:
+        (folder / drivers.LOCKS / "1.output.lock").touch()
+    drivers.register(killed, SECOND, OUTPUTS)
+    assert {path.stem for path in drivers.RECORDS.iterdir()} == left
+
+
 CONFIG = """\
 Configuration data as of 2026-11-30T19:44:41
 AccountingStorageHost   = localhost
