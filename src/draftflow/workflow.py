@@ -95,7 +95,8 @@ class Workflow:
     def resources(self, gpus: int, nodes: int = 1) -> dict[str, Any]:
         """What a rule whose jobs need so many GPUs of each of so many nodes asks for, as Snakemake's resources.
 
-        With several nodes the stage is started once and calls `srun` itself: `mpi` tells the executor so.
+        With several nodes the stage is started once and calls `srun` itself: `mpi` tells the executor so. How else GPUs
+        are asked for is Slurm's; `gpus_per_node` is what a profile for another scheduler reads.
         """
         if not self.remote:
             return {"gpu": gpus * nodes, "nodes": nodes}
@@ -106,9 +107,10 @@ class Workflow:
             return {"gpu": 0, "nodes": nodes, **spread}
         if cluster.gpus == "gpus" and nodes == 1:
             model = {"gpu_model": cluster.gpu_model} if cluster.gpu_model else {}
-            return {"gpu": gpus, **model, "nodes": 1}
+            return {"gpu": gpus, **model, "gpus_per_node": gpus, "nodes": 1}
         # --gpus counts those of all nodes, and may give one node more than another
-        return {"gres": ":".join(filter(None, ("gpu", cluster.gpu_model, str(gpus)))), "nodes": nodes, **spread}
+        gres = ":".join(filter(None, ("gpu", cluster.gpu_model, str(gpus))))
+        return {"gres": gres, "gpus_per_node": gpus, "nodes": nodes, **spread}
 
     def cores(self, devices: int) -> int:
         """Cores of a cluster's job that works on so many devices."""

@@ -154,7 +154,7 @@ def test_without_kubectl_that_is_said(run):
 def test_the_profile_fills_in_what_submit_takes():
     profile = yaml.safe_load((ROOT / "profiles/kubernetes/config.yaml").read_text())
     command = profile["cluster-generic-submit-cmd"]
-    for placeholder, value in {"resources.gpu": 8, "resources.nodes": 1, "threads": 64}.items():
+    for placeholder, value in {"resources.gpus_per_node": 8, "resources.nodes": 1, "threads": 64}.items():
         command = command.replace(f"{{{placeholder}}}", str(value))
     command = command.replace("{resources.mem_mb}", "8000").replace("{resources.runtime}", "20")
     done = subprocess.run(

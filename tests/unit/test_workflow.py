@@ -130,14 +130,14 @@ def test_on_a_cluster_devices_are_named_and_not_looked_for(root):
     ],
 )
 def test_a_job_asks_for_gpus_as_the_cluster_takes_it(root, cluster, asked):
-    assert remote(root, cluster=cluster).resources(8) == asked
+    assert remote(root, cluster=cluster).resources(8) == {**asked, "gpus_per_node": 8}
     assert remote(root, cluster=cluster).resources(0) == {"gpu": 0, "nodes": 1}
     assert Workflow(load({"cluster": cluster}), root).resources(8) == {"gpu": 8, "nodes": 1}
 
 
 def test_a_job_of_several_nodes_asks_for_gpus_by_node(root):
     spread = {"nodes": 2, "tasks": 2, "tasks_per_gpu": 0, "mpi": "srun"}
-    assert remote(root).resources(8, nodes=2) == {"gres": "gpu:8", **spread}
+    assert remote(root).resources(8, nodes=2) == {"gres": "gpu:8", "gpus_per_node": 8, **spread}
     assert remote(root).resources(0, nodes=2) == {"gpu": 0, **spread}
 
 
@@ -151,7 +151,7 @@ def test_devices_of_a_scheduler_are_asked_for_and_not_looked_for(root):
     flow = Workflow(load(blocks), root, remote=True)
     assert (flow.devices.kind, flow.devices.count, flow.compile_cache.name) == ("cuda", 16, "h200")
     assert flow.choice.build == "cu130"
-    assert flow.resources(flow.devices.gpus) == {"gpu": 8, "gpu_model": "h200", "nodes": 1}
+    assert flow.resources(flow.devices.gpus) == {"gpu": 8, "gpu_model": "h200", "gpus_per_node": 8, "nodes": 1}
     assert flow.resources(flow.devices.gpus, flow.devices.nodes)["gres"] == "gpu:h200:8"
     assert flow.cluster_settings == {"launcher": ["mpirun"], "node_timeout": 120.0}
     assert "mpirun" not in json.dumps([flow.training_settings, flow.step_settings])
