@@ -1,6 +1,7 @@
 """The lock of a run: refused while its holder lives, taken over when it is dead, whichever way that is known."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -167,6 +168,29 @@ def test_the_holder_is_heard_of(run, monkeypatch):
     monkeypatch.setattr(run_lock.os, "utime", lambda path: (utime(path), "lock-" in path.name and renewed.set()))
     with run_lock.held(run):
         assert renewed.wait(10)
+
+
+def test_a_holder_that_was_taken_for_dead_stops(run, monkeypatch):
+    monkeypatch.setattr(run_lock, "RENEWED_EVERY", 0.01)
+    told = threading.Event()
+    monkeypatch.setattr(run_lock.os, "kill", lambda process, number: told.set())
+    with run_lock.held(run):
+        (lock,) = run.parent.glob("*.lock-*")
+        lock.rename(lock.with_name("away"))
+        assert not told.wait(0.1)  # a folder that is away for a moment has no other's lock
+        lock.with_name("away").rename(run.with_name(f"{run.name}.lock-0002"))
+        assert told.wait(10)
+
+
+def test_where_files_have_one_name_a_run_is_held_all_the_same(run, monkeypatch, capsys):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(run_lock.os, "link", refuse)
+    left(run, replace(Process.here(), started=1))
+    with run_lock.held(run):
+        assert "is training this run" in refused(run)
+    assert list(run.parent.iterdir()) == []
 
 
 def test_of_many_that_take_over_at_once_one_gets_it(run):

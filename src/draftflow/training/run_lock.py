@@ -8,8 +8,10 @@ that succeed it at once, one gets the number.
 """
 
 import contextlib
+import errno
 import json
 import os
+import signal
 import threading
 import time
 import uuid
@@ -51,7 +53,14 @@ def held(checkpoints: Path) -> Iterator[None]:
 def _renew(lock: Path, released: threading.Event) -> None:
     while not released.wait(RENEWED_EVERY):
         with contextlib.suppress(OSError):  # a server that is away for a moment
-            os.utime(lock)
+            try:
+                os.utime(lock)
+            except FileNotFoundError:
+                if not any(lock.parent.glob(f"{lock.name.rpartition('-')[0]}-*")):
+                    continue
+                say("another process has taken over this run, having heard nothing of this one; stopping")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
 
 def _acquire(checkpoints: Path, me: Process) -> Path:
@@ -75,7 +84,7 @@ def _acquire(checkpoints: Path, me: Process) -> Path:
             number = 1 + max((int(lock.name.rpartition("-")[2]) for lock in left), default=0)
             mine = checkpoints.with_name(f"{checkpoints.name}.lock-{number:04}")
             try:
-                os.link(claim, mine)
+                _link(claim, mine)
             except FileExistsError:
                 continue
             if set(_locks(checkpoints)) - {*left, mine}:  # somebody came and went, and another came, since `left`
@@ -88,6 +97,21 @@ def _acquire(checkpoints: Path, me: Process) -> Path:
             return mine
     finally:
         claim.unlink(missing_ok=True)
+
+
+def _link(claim: Path, mine: Path) -> None:
+    """Give the claim a name that must not exist.
+
+    Raises:
+        FileExistsError: it does.
+    """
+    try:
+        os.link(claim, mine)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        with mine.open("x", encoding="utf-8") as lock:  # no links here, as on FAT, and through some servers
+            lock.write(claim.read_text(encoding="utf-8"))
 
 
 def _locks(checkpoints: Path) -> list[Path]:
