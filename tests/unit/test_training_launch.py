@@ -257,6 +257,13 @@ def test_a_launcher_that_does_not_start_all_nodes_is_told(tmp_path, launcher, wo
     assert "Traceback" not in output
 
 
+def test_how_processes_talk_is_told_to_every_node_by_any_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    with Run(tmp_path, launcher='#!/bin/sh\necho "$@"; exit 3\n') as run:
+        _, output = run.end()
+    assert " NCCL_SOCKET_IFNAME=ib0 " in output
+
+
 def test_a_launcher_that_waits_is_ended_by_a_stop(tmp_path):
     with Run(tmp_path, launcher=f"#!/bin/sh\ntouch {tmp_path}/waits\nexec sleep 600\n") as run:
         wait_for((tmp_path / "waits").exists)
@@ -291,7 +298,7 @@ def test_inside_a_slurm_job_it_is_srun(monkeypatch, tmp_path):
 
 
 def test_numbers_are_taken_once_and_a_scheduler_s_own_first(tmp_path):
-    assert [take_number(tmp_path, 3, first) for first in (1, 1, 0, 0)] == [1, 0, 2, None]
+    assert [take_number(tmp_path, 3, first) for first in (1, 7, 0, 0)] == [1, 0, 2, None]
 
 
 def test_a_note_is_what_was_written_last_also_when_that_is_shorter(tmp_path):

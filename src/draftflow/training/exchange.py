@@ -62,8 +62,8 @@ class Notes:
 
 
 def take_number(folder: Path, count: int, first: int = 0) -> int | None:
-    """A number below `count` that no other process takes; `first` if it is free. None if all are taken."""
-    for number in [first, *range(count)]:
+    """A number below `count` that no other process takes; `first` if it is one and free. None if all are taken."""
+    for number in [*range(first, count)[:1], *range(count)]:
         try:
             os.close(os.open(folder / f"node-{number}.taken", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:

@@ -28,8 +28,9 @@ KEY = "config key cluster.launcher"
 # For so long a node process may be silent after the launcher ended, before it is taken for ended too
 LAST_WORDS_SECONDS = 5.0
 
-# Where draftflow and its packages are found. Not every launcher hands variables on.
+# Where draftflow and its packages are found, and how processes talk. Not every launcher hands variables on.
 HANDED_ON = ("DRAFTFLOW_SRC", "DRAFTFLOW_NODE_LOCAL", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONNOUSERSITE")
+HANDED_ON_BEGIN = ("GLOO_", "NCCL_", "TORCH_NCCL_")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def run_nodes(
     cpu = cpu_instructions() if devices.kind == "cpu" else []
     launch = {"environment": cache.environment, "copied": copied, "node_timeout": cluster.node_timeout, "CPU": cpu}
     write_json(exchange / LAUNCH, launch)
-    handed_on = [f"{name}={os.environ[name]}" for name in HANDED_ON if name in os.environ]
+    handed_on = [
+        f"{name}={value}" for name, value in os.environ.items() if name in HANDED_ON or name.startswith(HANDED_ON_BEGIN)
+    ]
     python = os.environ.get("DRAFTFLOW_PYTHON", sys.executable)
     command = [*words, "env", *handed_on, python, "-m", "draftflow.training.node", "--exchange", str(exchange)]
     watched = _Watched(Notes(exchange), devices.nodes, cluster.node_timeout)
