@@ -220,6 +220,21 @@ def test_of_many_that_take_over_at_once_one_gets_it(run):
     assert sorted(outcomes) == ["held", *["refused"] * 7]
 
 
+def test_a_lock_of_the_same_number_that_came_meanwhile_is_another(run, monkeypatch):
+    left(run, replace(Process.here(), started=1))
+    (lock,) = run.parent.glob("*.lock-*")
+    judge = run_lock._left_by
+
+    def slow(*arguments, **more):
+        words = judge(*arguments, **more)
+        lock.write_text(json.dumps(Process.here().facts()))
+        return words
+
+    monkeypatch.setattr(run_lock, "_left_by", slow)
+    assert "is training this run" in refused(run)
+    assert list(run.parent.iterdir()) == [lock]
+
+
 def test_a_machine_is_one_boot_of_one_kernel_and_one_container():
     boot = open("/proc/sys/kernel/random/boot_id").read().strip()  # noqa: SIM115, PTH123
     assert processes._machine() == f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115

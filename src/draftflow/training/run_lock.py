@@ -72,7 +72,7 @@ def _acquire(checkpoints: Path, me: Process) -> Path:
     try:
         while True:
             os.utime(claim)  # the time of the file's server, which the holder renews by as well
-            left = _locks(checkpoints)
+            left = _locks(checkpoints)  # before any is judged, which may take as long as Slurm takes to answer
             words = None
             for lock in left:
                 words = _left_by(lock, claim.stat().st_mtime, seen, wait=time.monotonic() < end)
@@ -87,7 +87,8 @@ def _acquire(checkpoints: Path, me: Process) -> Path:
                 _link(claim, mine)
             except FileExistsError:
                 continue
-            if set(_locks(checkpoints)) - {*left, mine}:  # somebody came and went, and another came, since `left`
+            # somebody came and went, and another came, since `left`, maybe by the same number
+            if any(left.get(lock) != holder for lock, holder in _locks(checkpoints).items() if lock != mine):
                 mine.unlink()
                 continue
             if words:
@@ -114,8 +115,13 @@ def _link(claim: Path, mine: Path) -> None:
             lock.write(claim.read_text(encoding="utf-8"))
 
 
-def _locks(checkpoints: Path) -> list[Path]:
-    return sorted(checkpoints.parent.glob(f"{checkpoints.name}.lock-*"))
+def _locks(checkpoints: Path) -> dict[Path, str]:
+    """The locks that are there, and what they hold."""
+    found = {}
+    for lock in sorted(checkpoints.parent.glob(f"{checkpoints.name}.lock-*")):
+        with contextlib.suppress(FileNotFoundError):
+            found[lock] = lock.read_text(encoding="utf-8", errors="replace")
+    return found
 
 
 def _left_by(lock: Path, now: float, seen: dict[Path, float], wait: bool) -> str | None:
