@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from documents import replace_between
 from step_time import markdown, number
 
 from draftflow.checks.acceptance import acceptance_length, bootstrap_interval
@@ -439,13 +440,9 @@ def write_document(document: Path, text: str, plot: Path) -> None:
     Raises:
         DraftflowError: it has no such markers.
     """
-    before, begin, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DraftflowError("There is no place for the tables.", f"Put `{BEGIN}` and `{END}` there.", str(document))
     beside = document.with_suffix(plot.suffix)
+    replace_between(document, BEGIN, END, f"![Acceptance against minutes]({beside.name})\n\n{text}")
     shutil.copyfile(plot, beside)
-    write_text(document, f"{before}{BEGIN}\n\n![Acceptance against minutes]({beside.name})\n\n{text}\n\n{END}{after}")
 
 
 def tiny_inputs(output: Path) -> dict[str, Path]:

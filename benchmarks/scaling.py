@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from documents import replace_between
 from target_shapes import SHAPES
 
 from draftflow.drafter.shape import DrafterShape
 from draftflow.errors import DraftflowError
-from draftflow.stage import run_stage, write_text
+from draftflow.stage import run_stage
 from draftflow.target.taps import tap_layers
 from draftflow.training.memory import drafter_parameters, step_bound
 from draftflow.training.plan import make_plan
@@ -519,19 +520,6 @@ def link_words(link: Link) -> str:
     return f"{link.bandwidth / 1e9:g} GB/s and {link.latency * 1e6:g} us a hop"
 
 
-def replace_tables(file: Path, text: str) -> None:
-    """Put `text` between the two markers of a document.
-
-    Raises:
-        DraftflowError: it has no such markers.
-    """
-    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DraftflowError("There is no place for the tables.", f"Put `{BEGIN}` and `{END}` there.", str(file))
-    write_text(file, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
-
-
 def read(path: Path) -> dict[str, Any]:
     """What benchmarks/step_time.py wrote.
 
@@ -596,7 +584,7 @@ def main() -> None:
     text = tables(sys.argv[1:])
     print(text)
     if file := parse().write:
-        replace_tables(file, text)
+        replace_between(file, BEGIN, END, text)
 
 
 if __name__ == "__main__":

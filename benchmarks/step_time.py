@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import peers
+from documents import replace_between
 from threads import interpreter
 
 from draftflow.errors import DraftflowError
-from draftflow.stage import run_stage, write_text
+from draftflow.stage import run_stage
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- tables of benchmarks/step_time.py -->", "<!-- end of the tables -->"
@@ -198,19 +199,6 @@ def read(path: Path) -> dict[str, Any]:
     return results
 
 
-def replace_tables(file: Path, text: str) -> None:
-    """Put `text` between the two markers of a document.
-
-    Raises:
-        DraftflowError: it has no such markers.
-    """
-    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DraftflowError("There is no place for the tables.", f"Put `{BEGIN}` and `{END}` there.", str(file))
-    write_text(file, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
-
-
 def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", default=[], help="of the target; may be given more than once")
@@ -249,7 +237,7 @@ def main() -> None:
     text = render(results)
     print(text)
     if arguments.write:
-        replace_tables(arguments.write, text)
+        replace_between(arguments.write, BEGIN, END, text)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from documents import replace_between
+
 from draftflow.environment.builds import choose, detect_gpus
 from draftflow.environment.install import install
 from draftflow.environment.lock import environment_id, lock_file
 from draftflow.errors import DraftflowError
-from draftflow.stage import Record, say, write_text
+from draftflow.stage import Record, say
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table of benchmarks/threads.py -->", "<!-- end of the table -->"
@@ -132,20 +134,6 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Linux {platform.release()}"
 
 
-def replace_table(file: Path, text: str) -> None:
-    """Put `text` between the two markers of a document.
-
-    Raises:
-        DraftflowError: it has no such markers.
-    """
-    old = file.read_text(encoding="utf-8")
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DraftflowError("There is no place for the table.", f"Put `{BEGIN}` and `{END}` there.", str(file))
-    write_text(file, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
-
-
 def main() -> None:
     """Run the trials, print the table, and write it where one asks for it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,7 +156,7 @@ def main() -> None:
     text = f"{table(results, plan)}\n\n{made}"
     print(text)
     if arguments.write:
-        replace_table(arguments.write, text)
+        replace_between(arguments.write, BEGIN, END, text)
 
 
 if __name__ == "__main__":

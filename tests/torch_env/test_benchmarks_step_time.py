@@ -122,7 +122,7 @@ def test_a_tiny_run_measures_every_trainer(tmp_path, monkeypatch):
 
     document = tmp_path / "step.md"
     document.write_text(f"Before.\n\n{step_time.BEGIN}\nold\n{step_time.END}\nAfter.\n")
-    step_time.replace_tables(document, step_time.render([results]))
+    step_time.replace_between(document, step_time.BEGIN, step_time.END, step_time.render([results]))
     text = document.read_text()
     assert "old" not in text
     assert text.startswith("Before.")
@@ -267,7 +267,7 @@ def test_a_document_without_a_place_for_the_tables_is_refused(tmp_path):
     document = tmp_path / "step.md"
     document.write_text("No markers.")
     with pytest.raises(DraftflowError, match="no place for the tables"):
-        step_time.replace_tables(document, "tables")
+        step_time.replace_between(document, step_time.BEGIN, step_time.END, "tables")
 
 
 def test_the_model_of_scaling_counts_the_operations_that_the_benchmark_does():
