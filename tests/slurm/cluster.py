@@ -179,9 +179,8 @@ class Cluster:
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=died")
 
     def bring_back(self, node: str) -> None:
-        """Have that node boot."""
+        """Have that node boot; Slurm takes it back by itself (ReturnToService)."""
         self._call("slurmd", "-N", node)
-        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.wait(lambda: self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T").split() == ["idle"], "idle node")
 
     def left_over(self) -> list[str]:
