@@ -63,6 +63,7 @@ InactiveLimit=0
 {accounting}
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=1-0 DefaultTime=30 State=UP
+{partitions}
 """
 
 WITHOUT_ACCOUNTING = "AccountingStorageType=accounting_storage/none\nJobAcctGatherType=jobacct_gather/none"
@@ -73,8 +74,12 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort={port}
 AccountingStorageTRES=gres/gpu
 AccountingStoragePass={folder}/munge/socket
+AccountingStorageEnforce=associations,limits,qos
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=5"""
+
+# takes jobs of one account and QOS, and is not the default
+PAID = "PartitionName=paid Nodes=ALL AllowAccounts=test AllowQos=normal MaxTime=1-0 State=UP"
 
 SLURMDBD_CONF = """\
 AuthType=auth/munge
@@ -181,7 +186,7 @@ class Cluster:
     def bring_back(self, node: str) -> None:
         """Have that node boot; Slurm takes it back by itself (ReturnToService)."""
         self._call("slurmd", "-N", node)
-        self.wait(lambda: self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T").split() == ["idle"], "idle node")
+        self.wait(lambda: self._states("-n", node) == ["idle"], "idle node")
 
     def left_over(self) -> list[str]:
         """Commands of processes that belong to this cluster or to a job of it, by their environment."""
@@ -211,7 +216,11 @@ class Cluster:
         self._call("slurmctld")
         for node in range(1, self.nodes + 1):
             self._call("slurmd", "-N", f"node{node}")
-        self.wait(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.nodes, "idle nodes")
+        self.wait(lambda: self._states() == ["idle"] * self.nodes, "idle nodes")
+
+    def _states(self, *options: str) -> list[str]:
+        """States of nodes, of one partition of those that hold them all."""
+        return self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", *options).split()
 
     def _write(self, ports: list[int]) -> None:
         host, folder = socket.gethostname().split(".")[0], self.folder
@@ -238,6 +247,7 @@ class Cluster:
                 kill_wait=self.kill_wait,
                 accounting=accounting.format(port=ports[1], folder=folder),
                 nodes="\n".join(nodes),
+                partitions=PAID if self.accounting else "",
             )
         )
         lines = [f"NodeName={name} Name=gpu Type=fake File={device}" for name in names for device in devices]

@@ -20,11 +20,13 @@ def workflow(on_slurm, slurm):
 def test_a_whole_run_goes_through_the_queue_in_few_jobs(workflow):
     for warm in workflow.folder.glob("results/compile-cache/torch-2.11.0-*/cpu/*/warm.json"):
         warm.unlink()  # what is compiled stays
-    result = workflow.run("train")
+    # where only one account and QOS may use a partition
+    paid = ["slurm_partition=paid", "slurm_account=test", "qos=normal", "mem_mb=500", "runtime=10"]
+    result = workflow.run("train", "--default-resources", *paid)
     (checks,) = workflow.folder.glob("results/runs/slurm/*/checks.json")
     assert json.loads(checks.read_text())["passed"]
-    listing = workflow.cluster.run("sacct", "-X", "-n", "-P", "--format=State,ExitCode")
-    assert set(listing.split()) == {"COMPLETED|0:0"}
+    listing = workflow.cluster.run("sacct", "-X", "-n", "-P", "--format=State,ExitCode,Partition,Account,QOS")
+    assert set(listing.split()) == {"COMPLETED|0:0|paid|test|normal"}
     assert result.output.count("has been submitted with SLURM jobid") == len(listing.split())
     # in turn the dataset, the compile cache, training, and three for what comes after it
     rules = set(result.jobs) - {"train", "require_checks", "install", "prepare_target"}

@@ -28,12 +28,13 @@ def test_without_accounting_the_end_of_a_job_is_seen(workflow):
 
 def test_a_failed_job_shows_its_log_and_is_not_tried_again(workflow):
     (workflow.folder / "bad.jsonl").write_text('{"messages": [\n')
+    before = set(workflow.folder.glob("logs/slurm/**/*.log"))
     result = workflow.snakemake("dataset", "--config", "dataset={sources: [bad.jsonl], responses: given}", timeout=120)
     assert result.code != 0
     (line,) = result.errors
     assert "bad.jsonl:1" in line
     assert result.output.count("has been submitted with SLURM jobid") == 1
-    (log,) = workflow.folder.glob("logs/slurm/**/*.log")
+    (log,) = set(workflow.folder.glob("logs/slurm/**/*.log")) - before
     assert str(log) in result.output
     log.unlink()
 
