@@ -74,6 +74,23 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def beside(file: Path) -> Path:
+    """Where the SHA-256 of a file stands, for `sha256sum --check`."""
+    return file.with_name(file.name + ".sha256")
+
+
+def put_in_place(temporary: Path, file: Path) -> str:
+    """Give what was written to `temporary` its name, with its SHA-256 beside it, and return that.
+
+    Killed in between, the checksum is missing; it is never that of another file.
+    """
+    value = sha256(temporary)
+    beside(file).unlink(missing_ok=True)
+    temporary.replace(file)
+    write_text(beside(file), f"{value}  {file.name}\n")
+    return value
+
+
 def end_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when its parent dies; for `preexec_fn`."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from draftflow.compile_cache import key, location, manifest
 from draftflow.errors import DraftflowError
-from draftflow.stage import run_stage, say, sha256, stage_parser, write_json, write_text
+from draftflow.stage import beside, put_in_place, run_stage, say, sha256, stage_parser, write_json
 
 SUFFIX = ".tar.xz"
 HEADER = "bundle.json"
@@ -83,12 +83,9 @@ def _pack(warm: dict[str, Any], folder: Path, output: Path) -> dict[str, Any]:
             for path in sorted(files):
                 content = (folder / path).read_bytes()
                 _add(archive, path, manifest.portable(content) if manifest.is_group(path) else content)
-        value = sha256(temporary)
-        _beside(output).unlink(missing_ok=True)  # killed here, a checksum is missing; it is never that of another file
-        temporary.replace(output)
+        value = put_in_place(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
-    write_text(_beside(output), f"{value}  {output.name}\n")
     size = output.stat().st_size
     return {"key": warm["key"], "files": len(files), "unpacked_bytes": examined.bytes, "bytes": size, "sha256": value}
 
@@ -154,10 +151,6 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, BytesIO(content))
 
 
-def _beside(bundle: Path) -> Path:
-    return bundle.with_name(bundle.name + ".sha256")
-
-
 def checked_sha256(bundle: Path) -> str:
     """SHA-256 of what is at least called a bundle, compared with the one beside it."""
     if not bundle.is_file():
@@ -167,11 +160,11 @@ def checked_sha256(bundle: Path) -> str:
         if not MAGIC.startswith(stream.read(len(MAGIC))):
             raise DraftflowError("The file is not a bundle of a compile cache.", AGAIN, str(bundle))
     value = sha256(bundle)
-    if _beside(bundle).exists():
-        recorded = _beside(bundle).read_text(encoding="utf-8", errors="replace").split(" ")[0]
+    if beside(bundle).exists():
+        recorded = beside(bundle).read_text(encoding="utf-8", errors="replace").split(" ")[0]
         if recorded != value:
             raise DraftflowError(
-                f"The bundle is damaged: its SHA-256 is {value[:12]}, and {_beside(bundle).name} says {recorded[:12]}.",
+                f"The bundle is damaged: its SHA-256 is {value[:12]}, and {beside(bundle).name} says {recorded[:12]}.",
                 AGAIN,
                 str(bundle),
             )

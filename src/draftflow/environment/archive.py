@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from draftflow.environment import record as records
 from draftflow.errors import DraftflowError
-from draftflow.stage import run_stage, say, sha256, stage_parser, write_text
+from draftflow.stage import beside, put_in_place, run_stage, say, stage_parser
 
 NAME = "environment.tar"
 HEADER = "environment.json"
@@ -78,12 +78,9 @@ def pack(venv: Path, output: Path) -> dict[str, Any]:
             archive.addfile(_member(HEADER, len(content)), BytesIO(content))
             for path in paths:
                 _add(archive, venv, path)
-        value = sha256(temporary)
-        beside(output).unlink(missing_ok=True)  # killed here, a checksum is missing; it is never that of another file
-        temporary.replace(output)
+        value = put_in_place(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
-    write_text(beside(output), f"{value}  {output.name}\n")
     return {"files": len(paths), "bytes": output.stat().st_size, "sha256": value}
 
 
@@ -131,11 +128,6 @@ def unpack(archive: Path, expected: str, venv: Path) -> Listing:
         )
     records.require_whole(records.inspect(site_packages(venv)), str(archive))
     return listing
-
-
-def beside(archive: Path) -> Path:
-    """The file that holds the SHA-256 of an archive."""
-    return archive.with_name(archive.name + ".sha256")
 
 
 def checksum(archive: Path) -> str:
