@@ -278,13 +278,7 @@ class Cluster:
         options += ["--innodb-buffer-pool-size=128M", "--innodb-lock-wait-timeout=900"]
         with (folder / "log").open("w") as log:
             self._database = subprocess.Popen(
-                [
-                    "mariadbd",
-                    "--no-defaults",
-                    *options,
-                    "--innodb-buffer-pool-size=128M",
-                    "--innodb-lock-wait-timeout=900",
-                ],
+                ["mariadbd", "--no-defaults", *options],
                 env=self.environment,
                 stdout=log,
                 stderr=log,
