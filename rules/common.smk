@@ -41,14 +41,13 @@ def takes_jobs_elsewhere():
 
 
 def before_parsing_on():
-    """Mend what a killed Snakemake left here, if this one is about to run jobs; who this one is, for the next."""
+    """Mend what a killed Snakemake left here, if this one is about to run jobs."""
     arguments = command_line()
     if arguments and not (
         workflow.remote_exec or arguments.dryrun or arguments.nolock or arguments.unlock
     ):
         if mended := drivers.remove_stale_locks():
             say(mended)
-    return Process.here()
 
 
 def before_first_job():
@@ -63,7 +62,7 @@ def before_first_job():
     except DraftflowError as error:
         sys.exit(f"draftflow: error: {error}")
     drivers.register(
-        this_driver, getattr(executor, "run_uuid", f"local-{os.getpid()}"), outputs
+        Process.here(), getattr(executor, "run_uuid", f"local-{os.getpid()}"), outputs
     )
     if hasattr(workflow.executor_settings, "status_command"):
         if warning := scheduler.make_jobs_visible(workflow.executor_settings):
@@ -149,7 +148,7 @@ def cores(devices):
 
 
 probing = "probe" in sys.argv[1:]
-this_driver = before_parsing_on()
+before_parsing_on()
 flow = resolve()
 
 # A driver's variables must not reach the stages' interpreters; they get the package and nothing else.

@@ -36,7 +36,7 @@ class Process:
     def here(cls) -> "Process":
         """This process."""
         job, restarts = scheduler.own_job() or (None, 0)
-        started = _started(os.getpid())
+        started = started_at(os.getpid())
         assert started is not None
         return cls(socket.gethostname(), _machine(), os.getpid(), started, job, restarts)
 
@@ -52,7 +52,7 @@ class Process:
     def state(self) -> State:
         """Whether it still lives; `ending` if Slurm is taking its job down, `unknown` where this host cannot tell."""
         if self.machine == _machine():
-            if _started(self.pid) != self.started:
+            if started_at(self.pid) != self.started:
                 return "dead"
             return "ending" if self.job and _ending(scheduler.state_of(self.job)) else "alive"
         if self.job is None:
@@ -82,7 +82,7 @@ def _machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 (the text of the link is not a path)
 
 
-def _started(pid: int) -> int | None:
+def started_at(pid: int) -> int | None:
     """When the process of this number started, None if there is none or only its exit status is left."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

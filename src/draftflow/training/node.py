@@ -34,6 +34,7 @@ from draftflow.compile_cache.key import cpu_instructions
 from draftflow.compile_cache.local import local_cache
 from draftflow.compile_cache.warm import CacheInUse
 from draftflow.errors import DraftflowError
+from draftflow.processes import started_at
 from draftflow.stage import Record, as_refusal, end_with_parent, say
 from draftflow.training.devices import Devices, from_settings, threads_per_process
 from draftflow.training.exchange import Notes, take_number
@@ -115,7 +116,7 @@ class Workers:
         if self.cut_down is not None:
             return
         ready, first, self.cut_short = self._ready(), not self.cut_short, True
-        alive = {process for process in ready if _lives(process)}
+        alive = {process for process in ready if started_at(process) is not None}
         if first and len(alive) < len(ready):
             # That another node was noticed first is no proof that it failed first. Torchrun is about to notice that one
             # died here, and to say which: all the rest then end of it.
@@ -184,15 +185,6 @@ def run_node(
                     loading = False
                 watch(workers)
     return _ending(workers, log.read_text(encoding="utf-8", errors="replace"))
-
-
-def _lives(process: int) -> bool:
-    """Whether a process has not ended yet."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @contextlib.contextmanager
