@@ -153,7 +153,7 @@ class Cluster:
         path = f"{self.folder / 'bin'}:{_path()}"
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
-    def run(self, *command: str, timeout: float = 60) -> str:
+    def run(self, *command: str, timeout: float = 300) -> str:
         """What a command of Slurm prints; it must succeed."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=timeout, cwd=self.folder
@@ -295,11 +295,11 @@ class Cluster:
 
     def _call(self, *command: str, **variables: str) -> None:
         done = subprocess.run(
-            command, env={**self.environment, **variables}, cwd=self.folder, capture_output=True, text=True, timeout=60
+            command, env={**self.environment, **variables}, cwd=self.folder, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
 
-    def wait(self, ready: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    def wait(self, ready: Callable[[], bool], what: str, seconds: float = 180) -> None:
         """Until `ready` says so; it may fail until then."""
         end = time.monotonic() + seconds
         while True:

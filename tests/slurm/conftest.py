@@ -63,10 +63,10 @@ class OnSlurm:
     def command(self, *arguments: str) -> list[str]:
         return self.project.command(*arguments, *self.arguments)
 
-    def snakemake(self, *arguments: str, timeout: float = 400):
+    def snakemake(self, *arguments: str, timeout: float = 1800):
         return self.project.snakemake(*arguments, *self.arguments, timeout=timeout)
 
-    def run(self, *arguments: str, timeout: float = 400):
+    def run(self, *arguments: str, timeout: float = 1800):
         return self.project.run(*arguments, *self.arguments, timeout=timeout)
 
 

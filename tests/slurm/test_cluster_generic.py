@@ -29,6 +29,6 @@ def test_a_dataset_is_made_by_jobs_that_any_command_submits(tiny_folder, shared_
         *files,
         "--config",
         "dataset={sources: [given.jsonl], responses: given}",
-        timeout=150,
+        timeout=900,
     )
     assert result.output.count("with external jobid") == 1  # read_conversations and pack_rows share it

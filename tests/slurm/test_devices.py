@@ -21,4 +21,4 @@ def test_the_walk_over_devices_takes_those_of_the_allocation_in_order(slurm_with
         assert json.loads(slurm.run(*two, sys.executable, "-c", WALK)) == ["1", "2"]
     finally:
         slurm.run("scancel", "--user=root")
-        slurm.wait(lambda: not slurm.jobs(), "end of the job", 60)
+        slurm.wait(lambda: not slurm.jobs(), "end of the job", 300)

@@ -76,7 +76,7 @@ class Driver:
     def log(self):
         return "".join(path.read_text() for path in self.workflow.folder.glob("logs/runs/long/*/train.log"))
 
-    def wait(self, words, seconds=300):
+    def wait(self, words, seconds=1200):
         """Until the log of the training has these words."""
         end = time.monotonic() + seconds
         while words not in self.log():
@@ -112,7 +112,7 @@ def test_a_long_job_goes_on_after_its_time_a_kill_a_requeue_and_the_death_of_its
         # cancelled, it writes a checkpoint, from which the same command goes on
         resumed_at = _resumed_at(first.log())
         first.workflow.cluster.run("scancel", job)
-        long_run.cluster.wait(lambda: not long_run.cluster.jobs(), "end of the job", 60)
+        long_run.cluster.wait(lambda: not long_run.cluster.jobs(), "end of the job", 300)
     finally:
         first.process.kill()
     second = Driver(long_run)
@@ -138,8 +138,8 @@ def test_a_long_job_goes_on_after_its_time_a_kill_a_requeue_and_the_death_of_its
 
         # and interrupted, Snakemake takes its job with it
         second.process.send_signal(signal.SIGINT)
-        long_run.cluster.wait(lambda: not long_run.cluster.jobs(), "end of the job", 60)
-        assert second.process.wait(60) != 0
+        long_run.cluster.wait(lambda: not long_run.cluster.jobs(), "end of the job", 300)
+        assert second.process.wait(300) != 0
     finally:
         second.process.kill()
 
@@ -147,7 +147,7 @@ def test_a_long_job_goes_on_after_its_time_a_kill_a_requeue_and_the_death_of_its
 def _start_again(driver, job):
     """Wait until Slurm has started a job again, at once and not after the minutes that it lets pass, and it trains."""
     cluster = driver.workflow.cluster
-    cluster.wait(lambda: cluster.jobs("-j", job)[0][1] == "PENDING", "job in the queue", 60)
+    cluster.wait(lambda: cluster.jobs("-j", job)[0][1] == "PENDING", "job in the queue", 300)
     for log in driver.workflow.folder.glob("logs/runs/long/*/train.log"):
         log.unlink()
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")

@@ -22,14 +22,14 @@ def seed(number):
 
 
 def test_without_accounting_the_end_of_a_job_is_seen(workflow):
-    result = workflow.run("dataset", *seed(1), timeout=120)
+    result = workflow.run("dataset", *seed(1), timeout=900)
     assert result.output.count("has been submitted with SLURM jobid") == 1
 
 
 def test_a_failed_job_shows_its_log_and_is_not_tried_again(workflow):
     (workflow.folder / "bad.jsonl").write_text('{"messages": [\n')
     before = set(workflow.folder.glob("logs/slurm/**/*.log"))
-    result = workflow.snakemake("dataset", "--config", "dataset={sources: [bad.jsonl], responses: given}", timeout=120)
+    result = workflow.snakemake("dataset", "--config", "dataset={sources: [bad.jsonl], responses: given}", timeout=900)
     assert result.code != 0
     (line,) = result.errors
     assert "bad.jsonl:1" in line
@@ -46,7 +46,7 @@ def test_snakemake_may_itself_run_in_a_job(workflow):
         env=workflow.cluster.environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=900,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert (done.stdout + done.stderr).count("has been submitted with SLURM jobid") == 1
@@ -69,7 +69,7 @@ rule job:
         env=workflow.cluster.environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=900,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return sorted((folder / "seen.txt").read_text().splitlines())

@@ -60,13 +60,13 @@ def test_warm_up_compiles_once_and_a_fresh_process_hits(stage):
 def test_a_signal_stops_with_a_checkpoint_and_the_same_command_finishes(stage, tmp_path):
     run, metrics = tmp_path / "run", tmp_path / "run/metrics.jsonl"
     with stage.training(SETTINGS, run) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
             assert time.monotonic() < deadline
             assert process.poll() is None, process.stdout.read()
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=600)[0]
     assert process.returncode == 143, output
     assert "resume by running the same command" in output
     assert "Traceback" not in output

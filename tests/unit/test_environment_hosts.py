@@ -45,7 +45,7 @@ def here(**facts):
     return hosts.hosts({"hosts": {"here": facts}}, [])[0]
 
 
-def prober(hop_seconds=5.0, timeout_seconds=30.0):
+def prober(hop_seconds=60.0, timeout_seconds=120.0):
     return Prober(hop_seconds, timeout_seconds, 0.0)
 
 

@@ -157,7 +157,7 @@ def test_of_eight_processes_at_once_one_unpacks(environment: Path, tmp_path: Pat
     processes = [context.Process(target=_copy, args=(environment, tmp_path / "node", said)) for _ in range(8)]
     for process in processes:
         process.start()
-    venvs = {said.get(timeout=60) for _ in processes}
+    venvs = {said.get(timeout=300) for _ in processes}
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 8

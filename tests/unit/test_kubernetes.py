@@ -143,7 +143,7 @@ def test_the_end_of_a_pod_is_told_to_the_stage_and_ends_nothing_else(run):
         assert container.stdout.readline() == "ready\n"
         (first,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
         os.kill(int(first), signal.SIGTERM)
-        output, errors = container.communicate(timeout=10)
+        output, errors = container.communicate(timeout=120)
     assert (output, errors, container.returncode) == ("and then\n", "told\n", 1)
 
 

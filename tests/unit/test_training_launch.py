@@ -108,7 +108,7 @@ class Run:
 
     def end(self, but: Sequence[int] = ()) -> tuple[int, str]:
         """Status and output, once it ended; of what it started nothing is left, but for those."""
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=300)
         wait_for(lambda: not any(map(lives, {*self.seen} - {*but})))
         return self.process.returncode, self.output
 
@@ -128,7 +128,7 @@ def _stat(process: int) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
-def wait_for(condition, seconds: float = 30.0) -> None:
+def wait_for(condition, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
