@@ -1,4 +1,4 @@
-"""Attention of draft blocks on a GPU: flex_attention under our BlockMask, and the kernels of `block_attention.py`.
+"""Attention of draft blocks on a GPU: flex_attention under our BlockMask, and kernels of our own.
 
     PYTHONPATH=src python benchmarks/attention.py --shape qwen3-8b --output attention.json
 
@@ -132,16 +132,16 @@ class Trial:
         return self._measured(run, both)
 
     def own(self) -> dict[str, Any]:
-        """The kernels of block_attention.py."""
-        found = intervals(self.anchors, document_start(self.anchors, self.ids), self.ids.shape[1])
+        """The kernels of block_attention_kernels.py."""
+        found = intervals(self.anchors, self.ids)
         inputs = tuple(x.detach() for x in (self.q, self.k, self.v))
 
         def run() -> Tensor:
-            return forward(*inputs, found, self.block)[0]
+            return forward(*inputs, *found)[0]
 
         def both() -> tuple[Tensor, tuple[Tensor, ...]]:
-            out, lse = forward(*inputs, found, self.block)
-            return out, backward(self.do, *inputs, out, lse, found, self.block)
+            out, lse = forward(*inputs, *found)
+            return out, backward(self.do, *inputs, out, lse, *found)
 
         return self._measured(run, both)
 

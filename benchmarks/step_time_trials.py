@@ -55,7 +55,7 @@ SYNCS = (
     "cudaMemcpy",
     "aten::item",
 )
-KERNELS = 25
+KERNELS = 60
 
 
 OUT_OF_TIME = "out of time"

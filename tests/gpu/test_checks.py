@@ -11,6 +11,7 @@ from draftflow.checks.compiled import fused_check  # noqa: E402
 from draftflow.checks.mask import mask_checks  # noqa: E402
 from draftflow.compile_cache.exercise import kernels_of  # noqa: E402
 from draftflow.drafter.anchors import Anchors  # noqa: E402
+from draftflow.drafter.block_attention import intervals  # noqa: E402
 from draftflow.drafter.mask import block_mask  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 from draftflow.drafter.shape import DrafterShape  # noqa: E402
@@ -63,8 +64,10 @@ def inputs():
     return embedding, features, {name: value.to("cuda") for name, value in row.items()}
 
 
-def test_the_compiled_mask_leaks_nothing(drafter, inputs):
-    assert {check.check: check.passed for check in mask_checks(drafter, *inputs)} == {
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # flex_attention, and kernels of our own
+def test_the_compiled_mask_leaks_nothing(drafter, inputs, dtype):
+    embedding, features, row = inputs
+    assert {check.check: check.passed for check in mask_checks(drafter, embedding, features.to(dtype), row)} == {
         "mask_leak": True,
         "mask_reach": True,
     }
@@ -77,11 +80,13 @@ def test_a_compiled_mask_that_shows_the_anchor_is_seen(drafter, inputs):
     assert mask_checks(drafter, *inputs, shifted)[0].passed is False
 
 
-def test_fused_kernels_are_seen_at_work(drafter, inputs):
+@pytest.mark.parametrize("own", [True, False])
+def test_fused_kernels_are_seen_at_work(drafter, inputs, own):
     torch._dynamo.reset()
     embedding, features, row = inputs
     anchors = Anchors(torch.tensor([[80, 100, 290]], device="cuda"), torch.ones(1, 3, dtype=torch.bool, device="cuda"))
-    mask = block_mask(anchors, row["document_ids"][None], SHAPE.block_size)
+    documents = row["document_ids"][None]
+    mask = intervals(anchors, documents) if own else block_mask(anchors, documents, SHAPE.block_size)
     positions = row["position_ids"][None], torch.arange(24, device="cuda")[None]
 
     def forward() -> torch.Tensor:

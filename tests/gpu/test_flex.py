@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention 
 
 from draftflow.drafter.anchors import Anchors, sample_anchors  # noqa: E402
 from draftflow.drafter.attention import attend, forbid_dense  # noqa: E402
+from draftflow.drafter.block_attention import fits  # noqa: E402
 from draftflow.drafter.loss import block_targets, even_chunks, head_loss  # noqa: E402
 from draftflow.drafter.mask import Kind, block_mask, block_masks, layer_masks  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
@@ -95,9 +97,9 @@ def assert_same_as_dense(shape: DrafterShape, dtype: torch.dtype, tolerance: flo
     # tolerances are of the norm: fp32 sums in another order; bf16 keeps 8 bits, and three layers add up
     documents, anchors, inputs = batch(shape)
     drafter = Drafter(shape, torch.Generator().manual_seed(0))
-    expected, expected_gradients = hidden_and_gradients(drafter, layer_masks(anchors, documents, shape), inputs)
+    expected, expected_gradients = hidden_and_gradients(drafter, layer_masks(anchors, documents, shape, dtype), inputs)
     drafter.cuda().compile_layers()
-    masks = layer_masks(anchors.to("cuda"), documents.cuda(), shape)
+    masks = layer_masks(anchors.to("cuda"), documents.cuda(), shape, dtype)
     with forbid_dense():
         hidden, gradients = hidden_and_gradients(drafter, masks, on_gpu(inputs, dtype))
 
@@ -115,6 +117,13 @@ def assert_same_as_dense(shape: DrafterShape, dtype: torch.dtype, tolerance: flo
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_compiled_flex_is_the_dense_drafter(block_size: int, dtype: torch.dtype, tolerance: float) -> None:
     assert_same_as_dense(shape_of(block_size), dtype, tolerance)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 2, 128), (9, 3, 64), (4, 4, 32)])
+def test_own_kernels_are_the_dense_drafter(heads: int, kv_heads: int, width: int) -> None:
+    shape = replace(shape_of(16), heads=heads, kv_heads=kv_heads, head_dim=width)
+    assert fits(torch.device("cuda:0"), torch.bfloat16, width)
+    assert_same_as_dense(shape, torch.bfloat16, 3e-2)
 
 
 @pytest.mark.slow
@@ -135,7 +144,12 @@ def test_compiled_flex_with_sliding_layers_is_the_dense_drafter(
 
 
 @pytest.mark.parametrize(("sliding", "graphs"), [({}, 1), (MIXED, 2)], ids=["full", "full and sliding"])
-def test_layers_and_steps_share_one_graph_of_fused_kernels_per_kind(sliding: dict[str, Any], graphs: int) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["own kernels", "flex alone"])
+def test_layers_and_steps_share_one_graph_of_fused_kernels_per_kind(
+    sliding: dict[str, Any], graphs: int, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not own:
+        monkeypatch.setattr("draftflow.drafter.mask.fits", lambda *_: False)
     shape = shape_of(**sliding)
     drafter = Drafter(shape, torch.Generator().manual_seed(0)).cuda()
     drafter.compile_layers()
@@ -143,7 +157,7 @@ def test_layers_and_steps_share_one_graph_of_fused_kernels_per_kind(sliding: dic
 
     def step(seed: int) -> None:
         documents, anchors, inputs = batch(shape, seed)
-        masks = layer_masks(anchors.to("cuda"), documents.cuda(), shape)
+        masks = layer_masks(anchors.to("cuda"), documents.cuda(), shape, torch.bfloat16)
         hidden_and_gradients(drafter, masks, on_gpu(inputs, torch.bfloat16))
 
     with forbid_dense():
@@ -154,9 +168,12 @@ def test_layers_and_steps_share_one_graph_of_fused_kernels_per_kind(sliding: dic
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 step(3)
     assert counters["stats"]["unique_graphs"] == graphs
-    kernels = {event.key for event in profile.key_averages() if "flex_attention" in event.key}
-    assert any(name.startswith("triton_tem") and "backward" not in name for name in kernels), kernels
-    assert any(name.startswith("triton_tem") and "backward" in name for name in kernels), kernels
+    kernels = {event.key for event in profile.key_averages()}
+    kinds = {"draftflow_attention": own, "triton_tem": bool(sliding) or not own}
+    for kind, expected in kinds.items():
+        for backward in (True, False):
+            found = [name for name in kernels if name.startswith(kind) and ("backward" in name) == backward]
+            assert bool(found) == expected, (kind, backward, kernels)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -31,13 +31,15 @@ from draftflow.drafter.block_attention import backward, forward, intervals
 
 found = []
 for case in torch.load(sys.argv[1]):
-    anchors, documents, size = Anchors(*case["anchors"]), case["documents"], case["block_size"]
-    own = documents.gather(1, anchors.positions)
-    document_start = (documents[:, None] == own[:, :, None]).int().argmax(dim=-1)
-    seen = intervals(anchors, document_start, documents.shape[1])
-    arguments = [case[name] for name in ("q", "k", "v")]
-    out, lse = forward(*arguments, seen, size)
-    found.append((out, lse, *backward(case["do"], *arguments, out, lse, seen, size)))
+    anchors, documents = Anchors(*case["anchors"]), case["documents"]
+    seen = intervals(anchors, documents)
+    arguments = [case[name].requires_grad_() for name in ("q", "k", "v")]
+    out, lse = forward(*arguments, *seen)
+    found.append((out.detach(), lse, *torch.autograd.grad(out, arguments, case["do"])))
+    utilities = ["test_schema", "test_faketensor"]
+    torch.library.opcheck(forward, (*arguments, *seen), test_utils=[*utilities, "test_autograd_registration"])
+    details = (case["do"], *(x.detach() for x in arguments), out.detach(), lse, *seen)
+    torch.library.opcheck(backward, details, test_utils=utilities)
 torch.save(found, sys.argv[2])
 """
 

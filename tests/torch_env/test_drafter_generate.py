@@ -62,7 +62,7 @@ def train(target, shape):
         anchors = sample_anchors(loss_mask, documents, 6, generator)
         tokens, block_positions = block_inputs(input_ids, positions, anchors, shape.block_size, shape.mask_token_id)
         labels, supervised = block_targets(input_ids, loss_mask, documents, anchors, shape.block_size)
-        masks = layer_masks(anchors, documents, shape)
+        masks = layer_masks(anchors, documents, shape, torch.float32)
         hidden = drafter(features, F.embedding(tokens, target.embed_weight), positions, block_positions, *masks)
         weights = (loss_weights(shape.block_size, 4.0) * supervised).flatten()
         chunks = even_chunks(labels.numel(), 512)

@@ -178,7 +178,7 @@ def test_each_kind_of_layer_that_a_drafter_has_gets_a_mask(sliding, full_too):
     shape = tiny_shape(sliding_layers=sliding, sliding_window=9 if sliding else None)
     ids = document_ids([[30, 10]], 40)
     anchors = sample_anchors(torch.ones_like(ids), ids, 4, torch.Generator().manual_seed(0))
-    full, slides = layer_masks(anchors, ids, shape)
+    full, slides = layer_masks(anchors, ids, shape, torch.float32)
     assert full is None if not full_too else torch.equal(full, allowed(anchors, ids, 8))
     assert slides is None if not sliding else torch.equal(slides, allowed(anchors, ids, 8, Kind(9, True)))
 

@@ -41,7 +41,7 @@ class Case:
             self.embeddings if embeddings is None else embeddings,
             self.positions,
             self.block_positions,
-            *(layer_masks(self.anchors, self.documents, self.shape) if masks is None else masks),
+            *(layer_masks(self.anchors, self.documents, self.shape, torch.float32) if masks is None else masks),
         )
 
     def sparse_masks(self):
@@ -206,7 +206,7 @@ def test_a_row_of_a_sliding_layer_is_reached_from_its_window_and_no_further(caus
 def test_a_layer_without_its_mask_is_refused():
     shape = tiny_shape(**SLIDING["mixed"])
     drafter, case = scattered(shape), Case(shape)
-    full, sliding = layer_masks(case.anchors, case.documents, shape)
+    full, sliding = layer_masks(case.anchors, case.documents, shape, torch.float32)
     for masks in ((full,), (full, None), (None, sliding)):
         with pytest.raises(AssertionError, match="a layer without a mask"):
             case.run(drafter, masks=masks)

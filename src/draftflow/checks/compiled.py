@@ -19,7 +19,7 @@ SURPRISES = (
     "kernels_built",
 )
 
-KERNEL = re.compile(r"triton_tem_fused_\w*flex_attention\w*")
+KERNEL = re.compile(r"triton_tem_fused_\w*flex_attention\w*|draftflow_attention_\w+")
 
 
 def compile_checks(trained: dict[str, Any], warmed: dict[str, Any], mode: str) -> list[Check]:
@@ -69,7 +69,7 @@ def stage_check(stage: str, counts: Mapping[str, Any], mode: str) -> Check:
 
 
 def fused_check(kernels: Mapping[str, int]) -> Check:
-    """The step launches flex_attention's fused kernels, forward and backward.
+    """The step launches fused kernels of attention, forward and backward: our own, or flex_attention's.
 
     A dense call needs no check: it ends training (drafter/attention.py).
 
@@ -87,7 +87,7 @@ def fused_check(kernels: Mapping[str, int]) -> Check:
         bool(backward) and backward < fused,
         f"{len(fused - backward)} forward, {len(backward)} backward",
         ">= 1 of each",
-        "Fused kernels of flex_attention that the step launches, by name.",
+        "Fused kernels of attention that the step launches, by name.",
         "proof.kernels in warm.json, and drafter/attention.py",
     )
 

@@ -15,17 +15,16 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from draftflow.checks.result import Check
 from draftflow.drafter.anchors import Anchors, block_inputs, sample_anchors
-from draftflow.drafter.mask import kinds_of, layer_masks
+from draftflow.drafter.mask import Mask, kinds_of, layer_masks
 from draftflow.drafter.model import Drafter
 
 LIMIT = 1e-6  # of the output's largest value; masked weights are exactly 0, so that the rest is rounding
 BLOCKS = 4
 
-Visibility = Callable[..., BlockMask | Tensor]
+Visibility = Callable[..., Mask]
 
 
 @torch.no_grad()
@@ -86,7 +85,9 @@ def leak(
     noise = (torch.randn(features.shape, generator=generator).to(device) * features.std()).to(features.dtype)
     random_ids = torch.randint(embed_weight.shape[0], ids.shape, generator=generator).to(device)
     if visibility is None:
-        masks = layer_masks(batch_anchors, documents[:rows], drafter.shape)
+        masks: tuple[Mask | None, Mask | None] = layer_masks(
+            batch_anchors, documents[:rows], drafter.shape, features.dtype
+        )
     else:
         masks = (
             None if full is None else visibility(batch_anchors, documents[:rows], size),

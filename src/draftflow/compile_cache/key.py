@@ -16,6 +16,8 @@ from draftflow.training.plan import Plan, plan_differences, plan_id
 # The code that is compiled, and the code that decides what it is called with.
 COMPILED = (
     "drafter/attention.py",
+    "drafter/block_attention.py",
+    "drafter/block_attention_kernels.py",
     "drafter/loss.py",
     "drafter/mask.py",
     "drafter/model.py",

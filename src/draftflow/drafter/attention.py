@@ -1,5 +1,5 @@
-"""Attention of the drafter: flex_attention under a BlockMask, SDPA under a dense mask on CPUs; never dense on a GPU.
-Drafting, which attends from the few rows of one block, has its own way.
+"""Attention of the drafter: our own kernels under intervals, flex_attention under a BlockMask, SDPA under a dense mask on
+CPUs; never dense on a GPU. Drafting, which attends from the few rows of one block, has its own way.
 
 flex_attention is block-sparse only when compiled. There are many ways in which a compiled call falls back to the dense
 one, most of them without an error; they all end in `math_attention`, which is why the guard
@@ -17,18 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from draftflow.drafter.block_attention import Intervals, block_attention
 from draftflow.errors import DraftflowError
 
 MOST_DRAFT_ROWS = 128  # no draft block is longer
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Intervals | BlockMask | Tensor) -> Tensor:
     """Grouped-query attention, scaled by head_dim ** -0.5.
 
     Args:
         q: [B, Hq, Q, D].
         k, v: [B, Hkv, KV, D], Hkv divides Hq.
-        mask: a BlockMask (call this from compiled code), or a dense mask [B, 1, Q, KV] bool (CPU).
+        mask: intervals (GPU), a BlockMask (call this from compiled code), or a dense mask [B, 1, Q, KV] bool (CPU).
 
     Returns:
         [B, Hq, Q, D].
@@ -36,6 +37,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
     Raises:
         DraftflowError: a dense mask on a GPU, or a BlockMask in code that is not compiled, or no longer.
     """
+    if isinstance(mask, Intervals):
+        return block_attention(q, k, v, mask)
     if isinstance(mask, BlockMask):
         if q.is_cuda and not torch.compiler.is_compiling():
             raise _dense(q, k, "outside compiled code")

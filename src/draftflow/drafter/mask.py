@@ -17,14 +17,15 @@ slot sees only itself, so that its softmax is defined; it is not supervised.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftflow.drafter.anchors import Anchors
+from draftflow.drafter.block_attention import Intervals, fits, intervals
 from draftflow.drafter.shape import DrafterShape
 
 TILE = 128  # of flex_attention's kernels; smaller tiles do not divide their blocks
@@ -52,22 +53,30 @@ def kinds_of(shape: DrafterShape) -> tuple[Kind | None, Kind | None]:
     return full, Kind(shape.sliding_window, shape.sliding_causal) if shape.sliding_layers else None
 
 
+# In rising order of what they cost: for kernels of our own, for flex_attention, for dense attention on a CPU.
+Mask: TypeAlias = Intervals | BlockMask | Tensor
+
+
 def layer_masks(
-    anchors: Anchors, document_ids: Tensor, shape: DrafterShape
-) -> tuple[BlockMask | Tensor | None, BlockMask | Tensor | None]:
+    anchors: Anchors, document_ids: Tensor, shape: DrafterShape, dtype: torch.dtype
+) -> tuple[Mask | None, Mask | None]:
     """The masks of a drafter's full and sliding layers, sparse on a GPU and dense elsewhere; None for no such layers.
 
-    Args: as `allowed`.
+    Args:
+        anchors, document_ids: as of `allowed`.
+        dtype: of the computation.
     """
-    kinds = kinds_of(shape)
-    present = tuple(kind for kind in kinds if kind is not None)
-    made: Iterator[BlockMask | Tensor]
+    full, sliding = kinds_of(shape)
+    made: tuple[Mask, ...]
+    if full is not None and fits(document_ids.device, dtype, shape.head_dim):
+        of_full = intervals(anchors, document_ids)
+        return of_full, None if sliding is None else block_mask(anchors, document_ids, shape.block_size, sliding)
+    present = tuple(kind for kind in (full, sliding) if kind is not None)
     if document_ids.is_cuda:
-        made = iter(block_masks(anchors, document_ids, shape.block_size, present))
+        made = block_masks(anchors, document_ids, shape.block_size, present)
     else:
-        made = (allowed(anchors, document_ids, shape.block_size, kind) for kind in present)
-    full, sliding = (None if kind is None else next(made) for kind in kinds)
-    return full, sliding
+        made = tuple(allowed(anchors, document_ids, shape.block_size, kind) for kind in present)
+    return made[0] if full is not None else None, made[-1] if sliding is not None else None
 
 
 def allowed(anchors: Anchors, document_ids: Tensor, block_size: int, kind: Kind = FULL) -> Tensor:

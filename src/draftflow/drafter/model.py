@@ -14,12 +14,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftflow.drafter.attention import attend, attend_from_block
-from draftflow.drafter.mask import draft_mask
+from draftflow.drafter.mask import Mask, draft_mask
 from draftflow.drafter.shape import DrafterShape
 
 
@@ -134,7 +133,7 @@ class Attention(nn.Module):
         context: Tensor,  # [B, C, H]
         cos: Tensor,  # [B, C + Q, D]
         sin: Tensor,
-        mask: BlockMask | Tensor | None,
+        mask: Mask | None,
         cache: LayerCache | None,
     ) -> Tensor:
         rows = x.shape[1]
@@ -180,16 +179,14 @@ class Layer(nn.Module):
         context: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: BlockMask | Tensor | None,
+        mask: Mask | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, cos, sin, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def run_layer(
-    layer: Layer, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | Tensor | None
-) -> Tensor:
+def run_layer(layer: Layer, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
     """One layer as a function of the layer, so that its compiled form serves every layer."""
     return layer(x, context, cos, sin, mask)
 
@@ -237,8 +234,8 @@ class Drafter(nn.Module):
         block_embeddings: Tensor,
         context_positions: Tensor,
         block_positions: Tensor,
-        mask: BlockMask | Tensor | None,
-        sliding_mask: BlockMask | Tensor | None = None,
+        mask: Mask | None,
+        sliding_mask: Mask | None = None,
     ) -> Tensor:
         """Hidden states of all draft blocks of packed rows, for training.
 
@@ -248,8 +245,9 @@ class Drafter(nn.Module):
                 flows to it. Neither of the two may be an inference tensor.
             context_positions: [B, S] integer, position in the document.
             block_positions: [B, N * block_size] integer.
-            mask: of the full layers, `mask.block_mask` (GPU, compiled) or `mask.allowed` (CPU).
-            sliding_mask: the same of the sliding layers; `mask.layer_masks` makes both.
+            mask: of the full layers, `mask.block_mask` (GPU, compiled), `block_attention.intervals` (GPU) or
+                `mask.allowed` (CPU).
+            sliding_mask: of the sliding layers, the first or the last of these; `mask.layer_masks` makes both.
 
         Returns:
             [B, N * block_size, H], normed, in the dtype of `features`.

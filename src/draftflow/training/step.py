@@ -110,7 +110,7 @@ class Step:
 
     def _hidden(self, batch: Batch, features: Tensor) -> Tensor:
         """Hidden states of all block positions, [B * N * Bk, H]."""
-        masks = layer_masks(batch.anchors, batch.document_ids, self.drafter.shape)
+        masks = layer_masks(batch.anchors, batch.document_ids, self.drafter.shape, features.dtype)
         embeddings = F.embedding(batch.block_tokens, self.target.embed_weight)
         taps = self.drafter.fc.weight.shape[1]
         hidden = self.drafter(features[..., :taps], embeddings, batch.position_ids, batch.block_positions, *masks)
