@@ -1,5 +1,5 @@
-"""Attention of the drafter: our own kernels under intervals, flex_attention under a BlockMask, SDPA under a dense mask on
-CPUs; never dense on a GPU. Drafting, which attends from the few rows of one block, has its own way.
+"""Attention of the drafter: our own kernels under intervals, flex_attention under a BlockMask, SDPA under a dense mask
+on CPUs; never dense on a GPU. Drafting, which attends from the few rows of one block, has its own way.
 
 flex_attention is block-sparse only when compiled. There are many ways in which a compiled call falls back to the dense
 one, most of them without an error; they all end in `math_attention`, which is why the guard
