@@ -32,7 +32,7 @@ from draftflow.drafter.attention import forbid_dense
 from draftflow.drafter.generate import generate, greedy
 from draftflow.drafter.loss import Objective, default_gamma
 from draftflow.drafter.mask import allowed, block_mask
-from draftflow.drafter.model import Drafter, run_layer
+from draftflow.drafter.model import EAGER, Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage, say, write_json
@@ -209,7 +209,7 @@ class Draftflow(Worker):
         self.process = make_process(self.shape, plan, hyper, rows, job.target, job.settings["feature_cache_gb"])
         self.batches, self.device = self.process.batches, self.process.device
         if job.settings["eager"]:
-            self.process.step.drafter._run_layer = run_layer
+            self.process.step.drafter._run = EAGER
         # of other data, as the usual one keeps those of the dataset
         keeping = (plan, {TRAIN: plan.rows}, job.settings["feature_cache_gb"], self.device)
         self.other_source = Colocated(self.process.source.extractor, *keeping)
@@ -515,13 +515,13 @@ def draft_everywhere(
             count = len(text["new"]) - 1
             anchors.positions[row, :count], anchors.valid[row, :count] = torch.arange(start, start + count), True
         positions = torch.arange(length).expand_as(ids).contiguous()
-        inputs = (*block_inputs(ids, positions, anchors, block, drafter.shape.mask_token_id), ids, documents, positions)
+        inputs = (*block_inputs(ids, positions, anchors, block), ids, documents, positions)
         tokens_in, block_positions, ids, documents, positions = (value.to(device) for value in inputs)
         anchors = anchors.to(device)
         features = extractor(ids, documents, positions)
         mask = (block_mask if device.type == "cuda" else allowed)(anchors, documents, block)
-        hidden = drafter(features, F.embedding(tokens_in, target.embed_weight), positions, block_positions, mask)
-        hidden = hidden.unflatten(1, (size, block))[:, :, 1:]
+        embeddings = F.embedding(tokens_in, target.embed_weight), target.embed_weight[drafter.shape.mask_token_id]
+        hidden = drafter(features, *embeddings, positions, block_positions, mask).unflatten(1, (size, block - 1))
         chosen = F.linear(hidden, target.head_weight).argmax(dim=-1).tolist()
         found += [chosen[row][: len(text["new"]) - 1] for row, text in enumerate(part)]
     return found

@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/bundle.py --shape smollm2 --output results.json
 
 On the device that torch sees, the drafter's compiled layers run forward and backward, and forward without gradients,
-which are the two graphs of training. Every line of the table is a process of its own:
+which are the graphs of training. Every line of the table is a process of its own:
 
     cold        an empty folder
     in place    the same folder
@@ -119,19 +119,21 @@ def run_step(plan: Plan, load: Path | None, save: Path | None) -> dict[str, Any]
     dtype = getattr(torch, plan.precision)
     rows, length, count, block = plan.rows, plan.row_length, plan.anchors, plan.block_size
     features = torch.randn(rows, length, len(TAPS) * shape.hidden_size, device=device, dtype=dtype)
-    embeddings = torch.randn(rows, count * block, shape.hidden_size, device=device, dtype=dtype)
+    anchor_embeddings = torch.randn(rows, count, shape.hidden_size, device=device, dtype=dtype)
+    mask_embedding = torch.randn(shape.hidden_size, device=device, dtype=dtype)
     positions = torch.arange(length, device=device).expand(rows, length).contiguous()
     starts = torch.linspace(1, length - 1, count, device=device).long().expand(rows, count).contiguous()
     block_positions = (starts[:, :, None] + torch.arange(block, device=device)).flatten(1)
     anchors = Anchors(starts, torch.ones(rows, count, dtype=torch.bool, device=device))
     make_mask = block_mask if device.type == "cuda" else allowed
     mask = make_mask(anchors, torch.zeros_like(positions), block)
+    inputs = (features, anchor_embeddings, mask_embedding, positions, block_positions, mask)
 
     def step() -> float:
         start = time.perf_counter()
-        drafter(features, embeddings, positions, block_positions, mask).float().sum().backward()
+        drafter(*inputs).float().sum().backward()
         with torch.no_grad():
-            drafter(features, embeddings, positions, block_positions, mask)
+            drafter(*inputs)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start

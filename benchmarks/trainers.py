@@ -27,7 +27,7 @@ from transformers import Qwen3Config
 from draftflow.drafter.anchors import Anchors
 from draftflow.drafter.checkpoint import native_config
 from draftflow.drafter.loss import Objective
-from draftflow.drafter.model import Drafter, run_layer
+from draftflow.drafter.model import EAGER, Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.target.load import Target
 from draftflow.training.data import Batch, Batches, Rows
@@ -165,7 +165,7 @@ class Draftflow(Trainer):
         self.step.drafter.to(case.dtype)
         self.has_optimizer = False
         if not case.compiled:
-            self.step.drafter._run_layer = run_layer
+            self.step.drafter._run = EAGER
 
     def release(self) -> None:
         self.step = None

@@ -90,7 +90,7 @@ def test_fused_kernels_are_seen_at_work(drafter, inputs, own):
     positions = row["position_ids"][None], torch.arange(24, device="cuda")[None]
 
     def forward() -> torch.Tensor:
-        return drafter(features[None].bfloat16(), embedding[None, :24], *positions, mask)
+        return drafter(features[None].bfloat16(), embedding[None, :3], embedding[SHAPE.mask_token_id], *positions, mask)
 
     forward().float().sum().backward()
     forward_only = fused_check(kernels_of(forward))

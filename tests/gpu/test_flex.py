@@ -54,7 +54,7 @@ def shape_of(block_size: int = 8, **sliding: Any) -> DrafterShape:
     )
 
 
-def batch(shape: DrafterShape, seed: int = 0) -> tuple[Tensor, Anchors, tuple[Tensor, Tensor, Tensor, Tensor]]:
+def batch(shape: DrafterShape, seed: int = 0) -> tuple[Tensor, Anchors, tuple[Tensor, ...]]:
     """Two packed rows with invalid slots: document ids, anchors, and what a drafter takes but for its mask."""
     generator = torch.Generator().manual_seed(seed)
     documents = torch.full((2, LENGTH), -1)
@@ -68,8 +68,9 @@ def batch(shape: DrafterShape, seed: int = 0) -> tuple[Tensor, Anchors, tuple[Te
     offsets = torch.arange(shape.block_size)
     block_positions = (positions.gather(1, anchors.positions)[:, :, None] + offsets).flatten(1)
     features = torch.randn(2, LENGTH, 2 * shape.hidden_size, generator=generator)
-    embeddings = torch.randn(2, COUNT * shape.block_size, shape.hidden_size, generator=generator)
-    return documents, anchors, (features, embeddings, positions, block_positions)
+    embeddings = torch.randn(2, COUNT, shape.hidden_size, generator=generator)
+    mask_embedding = torch.randn(shape.hidden_size, generator=generator)
+    return documents, anchors, (features, embeddings, mask_embedding, positions, block_positions)
 
 
 def hidden_and_gradients(drafter: Drafter, masks: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,6 +120,11 @@ def test_compiled_flex_is_the_dense_drafter(block_size: int, dtype: torch.dtype,
     assert_same_as_dense(shape_of(block_size), dtype, tolerance)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_drafter_of_few_layers_is_the_dense_one(layers: int) -> None:
+    assert_same_as_dense(replace(shape_of(16), layers=layers), torch.bfloat16, 3e-2)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 2, 128), (9, 3, 64), (4, 4, 32)])
 def test_own_kernels_are_the_dense_drafter(heads: int, kv_heads: int, width: int) -> None:
     shape = replace(shape_of(16), heads=heads, kv_heads=kv_heads, head_dim=width)
@@ -143,14 +149,15 @@ def test_compiled_flex_with_sliding_layers_is_the_dense_drafter(
     assert_same_as_dense(shape_of(block_size, **sliding), dtype, tolerance)
 
 
-@pytest.mark.parametrize(("sliding", "graphs"), [({}, 1), (MIXED, 2)], ids=["full", "full and sliding"])
+@pytest.mark.parametrize(("sliding", "graphs"), [({}, 4), (MIXED, 5)], ids=["full", "full and sliding"])
 @pytest.mark.parametrize("own", [True, False], ids=["own kernels", "flex alone"])
-def test_layers_and_steps_share_one_graph_of_fused_kernels_per_kind(
+def test_steps_and_layers_between_share_one_graph_of_fused_kernels_per_kind(
     sliding: dict[str, Any], graphs: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not own:
         monkeypatch.setattr("draftflow.drafter.mask.fits", lambda *_: False)
-    shape = shape_of(**sliding)
+    # the norm of the context, the first layer, those between of one kind or of both, the last layer
+    shape = replace(shape_of(**sliding), layers=5)
     drafter = Drafter(shape, torch.Generator().manual_seed(0)).cuda()
     drafter.compile_layers()
     counters.clear()
@@ -179,7 +186,8 @@ def test_layers_and_steps_share_one_graph_of_fused_kernels_per_kind(
 @pytest.mark.parametrize("causal", [True, False])
 def test_drafting_on_the_gpu_is_that_on_the_cpu(causal: bool) -> None:
     shape = shape_of(sliding_window=20, sliding_layers=(0, 1), sliding_causal=causal)
-    _, _, (features, embeddings, _, _) = batch(shape)
+    _, _, (features, embeddings, mask_embedding, _, _) = batch(shape)
+    rows = torch.cat([embeddings[:1, :1], mask_embedding.expand(1, shape.block_size - 1, -1)], dim=1)
     drafter = Drafter(shape, torch.Generator().manual_seed(0))
     drafted = []
     for device in ("cpu", "cuda"):
@@ -188,8 +196,9 @@ def test_drafting_on_the_gpu_is_that_on_the_cpu(causal: bool) -> None:
         with forbid_dense(), torch.no_grad():
             for anchor in (15, 120, 122):
                 positions = torch.arange(known, anchor + shape.block_size, device=device)[None]
-                block = embeddings[:1, : shape.block_size].to(device)
-                drafted.append(drafter.draft(features[:1, known:anchor].to(device), block, positions, cache).cpu())
+                drafted.append(
+                    drafter.draft(features[:1, known:anchor].to(device), rows.to(device), positions, cache).cpu()
+                )
                 known = anchor
     for one, other in zip(drafted[:3], drafted[3:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)  # fp32 sums in another order

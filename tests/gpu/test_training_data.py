@@ -47,7 +47,7 @@ def test_held_out_batches_arrive_as_well() -> None:
 
 
 def assert_equal(moved: Batch, batch: Batch) -> None:
-    for name in ("input_ids", "document_ids", "position_ids", "block_tokens", "block_positions"):
+    for name in ("input_ids", "document_ids", "position_ids", "anchor_tokens", "block_positions"):
         assert torch.equal(getattr(moved, name).cpu(), getattr(batch, name)), name
     for name in ("supervised", "labels", "offsets", "weights"):
         assert torch.equal(getattr(moved, name).cpu(), getattr(batch, name)), name

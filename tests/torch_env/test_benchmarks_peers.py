@@ -84,23 +84,24 @@ def loss_of(kind: type, case, sample, setting: str) -> tuple[Tensor, dict[str, T
 
 
 def hidden_of(case, sample) -> tuple[Drafter, Tensor]:
-    """Our drafter and its hidden states of all block positions, [B, N, block_size, H]."""
+    """Our drafter and its hidden states of all proposals, [B, N, block_size - 1, H]."""
     drafter = Drafter(case.shape)
     drafter.load_state_dict(dict(case.weights))
     batch, size = sample.batch, case.shape.block_size
     mask = allowed(sample.anchors, sample.document_ids, size)
-    embeddings = F.embedding(batch.block_tokens, case.target.embed_weight)
-    hidden = drafter(sample.features, embeddings, sample.position_ids, batch.block_positions, mask)
-    return drafter, hidden.unflatten(1, (-1, size))
+    embed_weight = case.target.embed_weight
+    embeddings = F.embedding(batch.anchor_tokens, embed_weight), embed_weight[case.shape.mask_token_id]
+    hidden = drafter(sample.features, *embeddings, sample.position_ids, batch.block_positions, mask)
+    return drafter, hidden.unflatten(1, (-1, size - 1))
 
 
 def places(sample, block_size: int) -> Tensor:
-    """The place in the row of every block position, [B, N, block_size], beyond the end at the last token."""
-    return (sample.anchors.positions[:, :, None] + torch.arange(block_size)).clamp(max=LENGTH - 1)
+    """The place in the row of every proposal, [B, N, block_size - 1], beyond the end at the last token."""
+    return (sample.anchors.positions[:, :, None] + torch.arange(1, block_size)).clamp(max=LENGTH - 1)
 
 
 def take(values: Tensor, places: Tensor) -> Tensor:
-    """values [B, S, ..] at places [B, N, block_size]."""
+    """values [B, S, ..] at places [B, N, block_size - 1]."""
     return torch.stack([row[place] for row, place in zip(values, places, strict=True)])
 
 
@@ -151,11 +152,10 @@ def test_specforge_goes_on_after_a_token_that_the_target_did_not_write():
     drafter, hidden = hidden_of(case, sample)
     at = places(sample, 8)
     supervised = take(sample.loss_mask, at) & sample.anchors.valid[:, :, None]
-    supervised[:, :, 0] = False
     ce = F.cross_entropy(
         (hidden @ case.target.head_weight.T).movedim(-1, 1), take(sample.input_ids, at), reduction="none"
     )
-    weights = supervised * loss_weights(8, GAMMA)
+    weights = supervised * loss_weights(8, GAMMA)[1:]
     loss = (ce * weights).sum() / weights.sum()
     loss.backward()
     found = loss_of(SpecForge, case, sample, "unchunked")
@@ -212,7 +212,8 @@ def test_speculators_losses_look_at_the_target_alone(setting):
     else:
         losses = (p.exp() * (p - q)).sum(-1)
     _, supervised = block_targets(sample.input_ids, sample.loss_mask, sample.document_ids, sample.anchors, 8)
-    loss = (losses * supervised * loss_weights(8, GAMMA)).sum() / (supervised.sum() + 1e-5)
+    losses = losses * supervised[:, :, 1:] * loss_weights(8, GAMMA)[1:]
+    loss = losses.sum() / (supervised.sum() + 1e-5)
     loss.backward()
     expected = loss.detach(), {name: value.grad for name, value in drafter.named_parameters()}
     assert_equal(loss_of(Speculators, case, sample, setting), expected)

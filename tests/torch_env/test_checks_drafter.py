@@ -278,6 +278,31 @@ def test_a_sliding_mask_that_shows_too_much_fails(target, features, row, fault):
     assert mask_outcomes(alone, target, features, row, fault)["mask_leak"] is False
 
 
+def test_the_window_of_a_single_layer_is_that_of_the_first_proposal(target, features, row):
+    drafter = sliding_drafter(target, layers=1, sliding_layers=[0])
+    assert mask_outcomes(drafter, target, features, row, None) == {"mask_leak": True, "mask_reach": True}
+    assert mask_outcomes(drafter, target, features, row, window_of(7))["mask_leak"] is False
+    beside = sliding_drafter(target, layers=2)
+    assert mask_outcomes(beside, target, features, row, None) == BOTH
+    assert mask_outcomes(beside, target, features, row, window_of(7))["mask_leak_sliding"] is False
+
+
+def test_looking_at_a_mask_leaves_weights_and_masks_as_they_are(target, features, row):
+    drafter = sliding_drafter(target)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    given, forward = set(), drafter.forward
+    drafter.forward = lambda *inputs: given.add(tuple(map(id, inputs[-2:]))) or forward(*inputs)
+    mask_outcomes(drafter, target, features, row, None)
+    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
+    assert all(full != sliding for full, sliding in given)  # under one mask for all, layers would compile anew
+
+
+def test_blocks_of_one_proposal_are_checked(target, features, row):
+    drafter = sliding_drafter(target, block_size=2)
+    assert mask_outcomes(drafter, target, features, row, None) == BOTH
+    assert mask_outcomes(drafter, target, features, row, window_of(7))["mask_leak_sliding"] is False
+
+
 def test_faults_of_one_kind_of_mask_are_told_from_those_of_the_other(target, features, row):
     drafter = sliding_drafter(target)
     outcomes = mask_outcomes(drafter, target, features, row, dense(sees_anchor, ["full"]))

@@ -50,12 +50,13 @@ class Worker:
         offsets = torch.arange(block_size)
         self.inputs = (
             torch.randn(1, length, 3 * hidden, generator=seeded(number)),
-            torch.randn(1, 3 * block_size, hidden, generator=seeded(number)),
+            torch.randn(1, 3, hidden, generator=seeded(number)),
+            torch.randn(hidden, generator=seeded(number)),
             positions,
             (positions.gather(1, anchors.positions)[:, :, None] + offsets).flatten(1),
             allowed(anchors, documents, block_size),
         )
-        self.direction = torch.randn(1, 3 * block_size, hidden, generator=seeded(number))
+        self.direction = torch.randn(1, 3 * (block_size - 1), hidden, generator=seeded(number))
 
     def step(self):
         """Hidden states and gradients."""
@@ -161,7 +162,7 @@ def test_the_drafters_own_compiled_layers_give_the_numbers_of_one_thread():
     eager = [worker.step() for worker in workers]
     workers[0].drafter.compile_layers()
     for worker in workers:
-        worker.drafter._run_layer = workers[0].drafter._run_layer
+        worker.drafter._run = workers[0].drafter._run
     guarded = in_threads(*(one_at_a_time()(worker.step) for worker in workers))
     alone = [worker.step() for worker in workers]
     for found, one, plain in zip(guarded, alone, eager, strict=True):

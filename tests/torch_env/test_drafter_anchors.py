@@ -138,8 +138,8 @@ def test_a_row_s_anchors_depend_on_its_generator_alone():
     assert not together.valid[1].any()
 
 
-def test_block_inputs_are_the_anchor_and_masks_at_following_positions():
+def test_block_inputs_are_the_anchors_tokens_and_the_positions_that_follow():
     input_ids = torch.arange(100, 112)[None]
-    tokens, positions = block_inputs(input_ids, position_ids(DOCUMENTS), anchors_at([[3, 7, None]]), 3, 9)
-    assert tokens.tolist() == [[103, 9, 9, 107, 9, 9, 100, 9, 9]]
+    tokens, positions = block_inputs(input_ids, position_ids(DOCUMENTS), anchors_at([[3, 7, None]]), 3)
+    assert tokens.tolist() == [[103, 107, 100]]
     assert positions.tolist() == [[3, 4, 5, 2, 3, 4, 0, 1, 2]]

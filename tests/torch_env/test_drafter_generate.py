@@ -60,11 +60,12 @@ def train(target, shape):
     features = torch.cat([states[i + 1] for i in shape.target_layer_ids], dim=-1)
     for _ in range(60):
         anchors = sample_anchors(loss_mask, documents, 6, generator)
-        tokens, block_positions = block_inputs(input_ids, positions, anchors, shape.block_size, shape.mask_token_id)
+        tokens, block_positions = block_inputs(input_ids, positions, anchors, shape.block_size)
         labels, supervised = block_targets(input_ids, loss_mask, documents, anchors, shape.block_size)
         masks = layer_masks(anchors, documents, shape, torch.float32)
-        hidden = drafter(features, F.embedding(tokens, target.embed_weight), positions, block_positions, *masks)
-        weights = (loss_weights(shape.block_size, 4.0) * supervised).flatten()
+        embeddings = F.embedding(tokens, target.embed_weight), target.embed_weight[shape.mask_token_id]
+        hidden = drafter(features, *embeddings, positions, block_positions, *masks)
+        labels, weights = labels[:, :, 1:], (loss_weights(shape.block_size, 4.0) * supervised)[:, :, 1:].flatten()
         chunks = even_chunks(labels.numel(), 512)
         loss, _, _ = head_loss(hidden.flatten(0, 1), target.head_weight, labels.flatten(), weights, chunks)
         (loss / weights.sum()).backward()

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from draftflow.drafter.anchors import block_inputs, sample_anchors  # noqa: E402
 from draftflow.drafter.checkpoint import expected_tensors, native_config  # noqa: E402
 from draftflow.drafter.mask import Kind, allowed, block_mask, block_masks, kinds_of, layer_masks  # noqa: E402
-from draftflow.drafter.model import Drafter, Rope  # noqa: E402
+from draftflow.drafter.model import Drafter, Rope, spread  # noqa: E402
 
 
 def seeded(seed=0):
@@ -30,15 +30,17 @@ class Case:
         self.features = torch.randn(2, length, 3 * shape.hidden_size, generator=generator)
         tokens = torch.randint(0, MASK_TOKEN, (2, length), generator=generator)
         embedding = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)
-        tokens, self.block_positions = block_inputs(
-            tokens, self.positions, self.anchors, shape.block_size, shape.mask_token_id
-        )
-        self.embeddings = embedding[tokens]
+        tokens, self.block_positions = block_inputs(tokens, self.positions, self.anchors, shape.block_size)
+        self.anchor_embeddings, self.mask_embedding = embedding[tokens], embedding[shape.mask_token_id]
+        rows = torch.cat([self.anchor_embeddings, self.mask_embedding.expand(2, 1, -1)], dim=1)
+        self.embeddings = spread(rows, shape.block_size)
 
-    def run(self, drafter, features=None, embeddings=None, masks=None):
+    def run(self, drafter, features=None, anchor_embeddings=None, masks=None):
+        features = self.features if features is None else features
         return drafter(
-            self.features if features is None else features,
-            self.embeddings if embeddings is None else embeddings,
+            features,
+            (self.anchor_embeddings if anchor_embeddings is None else anchor_embeddings).to(features.dtype),
+            self.mask_embedding.to(features.dtype),
             self.positions,
             self.block_positions,
             *(layer_masks(self.anchors, self.documents, self.shape, torch.float32) if masks is None else masks),
@@ -88,7 +90,7 @@ def test_blocks_of_packed_rows_are_what_the_reference_drafts_one_by_one(changes)
     reference = model.DFlashDraftModel(model.Qwen3Config(**native_config(shape, torch.float32))).eval()
     reference.load_state_dict(drafter.state_dict())
     with torch.no_grad():
-        hidden = case.run(drafter).unflatten(1, (-1, shape.block_size))
+        hidden = case.run(drafter).unflatten(1, (-1, shape.block_size - 1))
         for row, slot in case.anchors.valid.nonzero().tolist():
             anchor = int(case.anchors.positions[row, slot])
             start = anchor - int(case.positions[row, anchor])
@@ -97,7 +99,7 @@ def test_blocks_of_packed_rows_are_what_the_reference_drafts_one_by_one(changes)
                 noise_embedding=case.embeddings[row, None, slot * shape.block_size : (slot + 1) * shape.block_size],
                 target_hidden=case.features[row, None, start:anchor],
             )
-            torch.testing.assert_close(hidden[row, slot], expected[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(hidden[row, slot], expected[0, 1:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, *SLIDING.values()], ids=["full", *SLIDING])
@@ -109,12 +111,12 @@ def test_drafting_with_a_cache_is_the_training_form(changes):
     first_document = [slot for slot in range(12) if case.documents[0, case.anchors.positions[0, slot]] == 0]
     assert len(first_document) > 1
     with torch.no_grad():
-        hidden = case.run(drafter).unflatten(1, (-1, shape.block_size))
+        hidden = case.run(drafter).unflatten(1, (-1, shape.block_size - 1))
         for slot in first_document:
             anchor = int(case.anchors.positions[0, slot])
             positions = torch.arange(known, anchor + shape.block_size)[None]
             drafted = drafter.draft(case.features[:1, known:anchor], blocks[:1, slot], positions, cache)
-            torch.testing.assert_close(drafted[0], hidden[0, slot], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(drafted[0, 1:], hidden[0, slot], rtol=1e-5, atol=1e-5)
             known = anchor
             for layer, held in enumerate(cache):
                 assert held.length == (min(known, shape.sliding_window - 1) if layer in shape.sliding_layers else known)
@@ -162,7 +164,7 @@ def test_compute_is_in_the_dtype_of_the_features_and_gradients_in_that_of_the_we
     exact.square().mean().backward()
     gradients = {name: value.grad.clone() for name, value in drafter.named_parameters()}
     drafter.zero_grad()
-    rounded = case.run(drafter, case.features.bfloat16(), case.embeddings.bfloat16())
+    rounded = case.run(drafter, case.features.bfloat16())
     assert rounded.dtype == torch.bfloat16
     rounded.float().square().mean().backward()
     torch.testing.assert_close(rounded.float(), exact, rtol=0.1, atol=0.1)
@@ -175,7 +177,7 @@ def test_features_at_or_after_the_anchor_and_of_other_documents_do_not_reach_a_b
     shape = tiny_shape()
     drafter, case = scattered(shape), Case(shape)
     features = case.features.clone().requires_grad_()
-    hidden = case.run(drafter, features=features).unflatten(1, (-1, shape.block_size))
+    hidden = case.run(drafter, features=features).unflatten(1, (-1, shape.block_size - 1))
     for row, slot in case.anchors.valid.nonzero().tolist():
         (gradient,) = torch.autograd.grad(hidden[row, slot].square().sum(), features, retain_graph=True)
         anchor = int(case.anchors.positions[row, slot])
@@ -189,15 +191,16 @@ def test_features_at_or_after_the_anchor_and_of_other_documents_do_not_reach_a_b
 def test_a_row_of_a_sliding_layer_is_reached_from_its_window_and_no_further(causal):
     shape = tiny_shape(layers=1, sliding_window=10, sliding_layers=(0,), sliding_causal=causal)
     drafter, case = scattered(shape), Case(shape, count=4)
-    inputs = case.features.clone().requires_grad_(), case.embeddings.clone().requires_grad_()
+    features = case.features.clone().requires_grad_()
     # the layer takes the embeddings as they are, so that they are reached through its own input
     taken = []
-    drafter._run_layer = lambda layer, x, *rest: taken.append(x) or layer(x, *rest)
-    hidden = case.run(drafter, *inputs)
+    drafter._run = drafter._run._replace(layer=lambda layer, x, *rest: taken.append(x) or layer(x, *rest))
+    hidden = case.run(drafter, features)
     seen = allowed(case.anchors, case.documents, shape.block_size, Kind(10, causal))[:, 0]
+    seen = seen.unflatten(1, (-1, shape.block_size))[:, :, 1:].flatten(1, 2)
     for row in range(2):
         for q in range(hidden.shape[1]):
-            reached = torch.autograd.grad(hidden[row, q].square().sum(), (inputs[0], taken[0]), retain_graph=True)
+            reached = torch.autograd.grad(hidden[row, q].square().sum(), (features, taken[0]), retain_graph=True)
             found = torch.cat([(gradient.abs().sum(-1) > 0) for gradient in reached], dim=1)
             assert torch.equal(found[row], seen[row, q]), (row, q)
             assert not found[1 - row].any()
@@ -223,7 +226,7 @@ def test_changed_anchor_feature_changes_no_block_that_may_not_see_it():
     features[0, anchor] += 5.0
     with torch.no_grad():
         before, after = case.run(drafter), case.run(drafter, features=features)
-    changed = (before != after).any(-1).unflatten(1, (-1, shape.block_size)).any(-1)
+    changed = (before != after).any(-1).unflatten(1, (-1, shape.block_size - 1)).any(-1)
     same_document = case.documents[0, case.anchors.positions[0]] == case.documents[0, anchor]
     may_change = (case.anchors.positions[0] > anchor) & same_document & case.anchors.valid[0]
     assert torch.equal(changed[0], may_change)
@@ -231,16 +234,66 @@ def test_changed_anchor_feature_changes_no_block_that_may_not_see_it():
     assert not changed[1].any()
 
 
-def test_embeddings_of_another_block_do_not_reach_a_block():
+def test_the_anchor_of_another_block_does_not_reach_a_block():
     shape = tiny_shape()
     drafter, case = scattered(shape), Case(shape)
-    embeddings = case.embeddings.clone()
-    embeddings[:, 2 * shape.block_size] += 5.0  # one row of block 2
+    embeddings = case.anchor_embeddings.clone()
+    embeddings[:, 2] += 5.0
     with torch.no_grad():
-        before, after = case.run(drafter), case.run(drafter, embeddings=embeddings)
-    changed = (before != after).any(-1).unflatten(1, (-1, shape.block_size))
+        before, after = case.run(drafter), case.run(drafter, anchor_embeddings=embeddings)
+    changed = (before != after).any(-1).unflatten(1, (-1, shape.block_size - 1))
     assert changed[:, 2].all()
     assert not changed[:, [0, 1, 3, 4, 5]].any()
+
+
+APART = {
+    "full": {},
+    "mixed": {"sliding_window": 20, "sliding_layers": (0,)},
+    "last sliding": {"sliding_window": 20, "sliding_layers": (-1,), "sliding_causal": False},
+}
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("name", APART)
+def test_first_and_last_layers_that_compute_less_give_the_same_numbers(name, layers, block_size):
+    changes = {**APART[name], "block_size": block_size, "layers": layers}
+    if "sliding_layers" in changes:
+        changes["sliding_layers"] = tuple(number % layers for number in changes["sliding_layers"])
+    shape = tiny_shape(**changes)
+    anchors = anchors_at([[1, 20, 35, 55, 70, None], [0, 8, 40, None, None, None]])
+    case = Case(shape, anchors=anchors)
+    case.features, case.anchor_embeddings = case.features.double(), case.anchor_embeddings.double()
+    found = []
+    for apart in (False, True):
+        drafter = scattered(shape).double()
+        drafter.apart = apart
+        hidden = case.run(drafter)
+        direction = torch.randn(hidden.shape, generator=seeded(1), dtype=torch.float64)
+        (hidden * direction).sum().backward()
+        found.append([hidden, *(value.grad for value in drafter.parameters())])
+    assert found[0][0].shape == (2, 6 * (block_size - 1), shape.hidden_size)
+    assert all(value.abs().max() > 0 for value in found[0])
+    for one, other in zip(*found, strict=True):
+        # norms have their mean squares, and rotations their angles, in fp32
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6 * one.abs().max().item())
+
+
+def test_mask_rows_of_the_first_layer_are_projected_once_and_anchors_not_at_all_after_the_last():
+    shape = tiny_shape()
+    drafter, case = scattered(shape), Case(shape)
+    drafter.apart = True
+    taken = {}
+    for name, module in drafter.named_modules():
+        hook = lambda module, inputs, name=name: taken.setdefault(name, []).append(inputs[0].shape[1])  # noqa: E731
+        module.register_forward_pre_hook(hook)
+    case.run(drafter)
+    count, rows = 6, 6 * shape.block_size
+    assert [taken[f"layers.{number}.self_attn.q_proj"] for number in range(3)] == [[count + 1], [rows], [rows]]
+    assert [taken[f"layers.{number}.self_attn.v_proj"][1] for number in range(3)] == [count + 1, rows, rows]
+    for name in ("self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"):
+        assert [taken[f"layers.{number}.{name}"] for number in range(3)] == [[rows], [rows], [rows - count]]
+    assert taken["norm"] == [rows - count]
 
 
 @pytest.fixture
@@ -302,12 +355,59 @@ def test_each_kind_of_layers_has_one_graph_that_serves_every_step(graphs, name, 
             assert graphs() == number
 
 
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({}, 4),  # of the first, the middle and the last layer, and of the norm of the context
+        ({"layers": 5}, 4),
+        ({"layers": 2}, 3),
+        ({"layers": 1}, 2),
+    ],
+)
+def test_first_and_last_layers_apart_have_graphs_of_their_own_that_serve_every_step(graphs, changes, number):
+    shape = tiny_shape(**changes)
+    drafter, compiled = scattered(shape), scattered(shape)
+    drafter.apart = compiled.apart = True
+    compiled.compile_layers()
+    for step in range(3):
+        case = Case(shape, seed=step)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            hidden = case.run(compiled)
+            hidden.square().sum().backward()
+            assert graphs() == number + (step > 0) * number
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=step > 0):
+            torch.testing.assert_close(case.run(compiled), hidden, rtol=1e-4, atol=1e-5)
+            assert graphs() == 2 * number
+        torch.testing.assert_close(case.run(drafter), hidden, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sliding", "number"),
+    [((0, 2), 5), ((0, 4), 4)],
+    ids=["both kinds between", "first and last"],
+)
+def test_layers_between_have_a_graph_for_each_kind_beside_those_of_the_first_and_last(graphs, sliding, number):
+    shape = tiny_shape(layers=5, sliding_window=12, sliding_layers=sliding)
+    drafter, compiled = scattered(shape), scattered(shape)
+    compiled.apart = True
+    compiled.compile_layers()
+    with torch.no_grad():
+        for step in range(3):
+            case = Case(shape, seed=step)
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                sparse = case.run(compiled, masks=case.sparse_masks())
+            torch.testing.assert_close(sparse, case.run(drafter), rtol=1e-4, atol=1e-5)
+            assert graphs() == number
+
+
 @pytest.mark.slow
 @torch._inductor.config.patch(force_disable_caches=True)  # kernels of another number of threads would be found
-def test_compiled_layers_are_the_eager_ones_on_cpus():
+@pytest.mark.parametrize(("apart", "layers"), [(None, 3), (True, 2)], ids=["shared", "apart"])
+def test_compiled_layers_are_the_eager_ones_on_cpus(apart, layers):
     torch._dynamo.reset()
-    shape = tiny_shape()
+    shape = tiny_shape(layers=layers)
     case, eager, compiled = Case(shape), scattered(shape), scattered(shape)
+    compiled.apart = apart
     compiled.compile_layers()
     hidden = [case.run(drafter) for drafter in (eager, compiled)]
     torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-5)
@@ -315,6 +415,8 @@ def test_compiled_layers_are_the_eager_ones_on_cpus():
         value.square().sum().backward()
     for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3 * one.grad.abs().max(), msg=name)
+    if apart:
+        return
     with torch.no_grad():
         sparse = case.run(compiled, masks=[block_mask(case.anchors, case.documents, shape.block_size)])
     torch.testing.assert_close(sparse, hidden[0], rtol=1e-4, atol=1e-5)

@@ -53,7 +53,7 @@ def test_ranks_take_contiguous_shares_of_the_same_step(rows):
     whole = batches(rows).train(3)
     shares = [batches(rows, rank, 2).train(3) for rank in range(2)]
     assert sum((share.indices for share in shares), ()) == whole.indices
-    for name in ("input_ids", "block_tokens", "block_positions", "labels", "weights", "offsets"):
+    for name in ("input_ids", "anchor_tokens", "block_positions", "labels", "weights", "offsets"):
         assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(whole, name)), name
     assert torch.equal(torch.cat([share.anchors.positions for share in shares]), whole.anchors.positions)
 
@@ -80,15 +80,15 @@ def test_labels_are_the_tokens_behind_the_anchor_in_the_same_document(rows):
     batch = batches(rows).train(0)
     assert len(batch.labels) > 50
     for place, label, offset in zip(batch.supervised.tolist(), batch.labels, batch.offsets.tolist(), strict=True):
-        row, rest = divmod(place, 8 * 4)
-        slot, k = divmod(rest, 4)
+        row, rest = divmod(place, 8 * 3)
+        slot, k = rest // 3, rest % 3 + 1
         anchor = batch.anchors.positions[row, slot].item()
-        assert k == offset >= 1
+        assert k == offset
         assert batch.anchors.valid[row, slot]
         assert label == batch.input_ids[row, anchor + k]
         assert batch.document_ids[row, anchor] == batch.document_ids[row, anchor + k]
         assert batch.block_positions[row, slot * 4 + k] == batch.position_ids[row, anchor] + k
-        assert batch.block_tokens[row, slot * 4 + k] == 384
+        assert batch.anchor_tokens[row, slot] == batch.input_ids[row, anchor]
     assert torch.equal(batch.weights, loss_weights(4, 4.0)[batch.offsets])
 
 
@@ -100,11 +100,11 @@ def test_blocks_and_what_they_predict_equal_the_reference(block_size):
     for step in range(8):
         batch = source.train(step)
         mask = rows.loss_mask[list(batch.indices)]
-        tokens, positions = block_inputs(batch.input_ids, batch.position_ids, batch.anchors, block_size, 384)
+        tokens, positions = block_inputs(batch.input_ids, batch.position_ids, batch.anchors, block_size)
         labels, supervised = block_targets(batch.input_ids, mask, batch.document_ids, batch.anchors, block_size)
-        assert torch.equal(batch.block_tokens, tokens)
+        assert torch.equal(batch.anchor_tokens, tokens)
         assert torch.equal(batch.block_positions, positions)
-        assert torch.equal(batch.supervised, supervised.flatten().nonzero().squeeze(1))
+        assert torch.equal(batch.supervised, supervised[:, :, 1:].flatten().nonzero().squeeze(1))
         assert torch.equal(batch.labels, labels[supervised])
         assert torch.equal(batch.offsets, torch.arange(block_size).expand_as(labels)[supervised])
         seen += len(batch.labels)
@@ -114,7 +114,7 @@ def test_blocks_and_what_they_predict_equal_the_reference(block_size):
 @pytest.mark.parametrize("loss_chunk", [1, 3, 4, 7, 20, 1000])
 def test_chunks_hold_whole_blocks_and_are_as_few_as_can_be(rows, loss_chunk):
     batch = batches(rows, loss_chunk=loss_chunk).train(0)
-    blocks = (batch.supervised // 4).unique_consecutive(return_counts=True)[1].tolist()
+    blocks = (batch.supervised // 3).unique_consecutive(return_counts=True)[1].tolist()
     assert max(blocks) == 3
     assert batch.chunks[0] == 0
     assert batch.chunks[-1] == len(batch.labels)

@@ -54,9 +54,10 @@ def test_steps_follow_the_loss_under_the_masks_of_their_layers(make_sliding, cha
         if number in (0, 3):
             reference.load_state_dict(step.drafter.state_dict())
             kinds = [allowed(batch.anchors, batch.document_ids, 4, kind) for kind in (Kind(), Kind(5, True), Kind(5))]
-            embeddings = step.target.embed_weight[batch.block_tokens]
+            embed_weight = step.target.embed_weight
+            embeddings = embed_weight[batch.anchor_tokens], embed_weight[reference.shape.mask_token_id]
             with torch.no_grad():
-                hidden = reference(features, embeddings, batch.position_ids, batch.block_positions, *masks(*kinds))
+                hidden = reference(features, *embeddings, batch.position_ids, batch.block_positions, *masks(*kinds))
             logits = hidden.flatten(0, 1)[batch.supervised] @ step.target.head_weight.T
             expected = F.cross_entropy(logits, batch.labels, reduction="none") @ batch.weights / batch.weights.sum()
         losses.append(read_statistics(step.train(batch, number)[:-1])[0])

@@ -30,13 +30,14 @@ def loop(case, tmp_path):
 
 
 def reference_loss(loop, drafter, batch, features):
-    """The loss, written out: logits of every block position, no chunks, no selection."""
+    """The loss, written out: logits of every proposal, no chunks, no selection."""
     step = loop.process.step
     size, objective = step.plan.block_size, step.objective
     taps = len(drafter.shape.target_layer_ids) * drafter.shape.hidden_size
-    embeddings = step.target.embed_weight[batch.block_tokens]
+    embed_weight = step.target.embed_weight
+    embeddings = embed_weight[batch.anchor_tokens], embed_weight[drafter.shape.mask_token_id]
     mask = allowed(batch.anchors, batch.document_ids, size)
-    hidden = drafter(features[..., :taps], embeddings, batch.position_ids, batch.block_positions, mask)
+    hidden = drafter(features[..., :taps], *embeddings, batch.position_ids, batch.block_positions, mask)
     logits = hidden.flatten(0, 1) @ step.target.head_weight.T
     labels = torch.full((len(logits),), -100)
     weights = torch.zeros(len(logits))
@@ -45,12 +46,12 @@ def reference_loss(loop, drafter, batch, features):
     normalizer = weights.sum()
     if objective.kind == "dpace":
         weights, normalizer = torch.zeros_like(weights), 0
-        for block, ce in enumerate(losses.detach().view(-1, size)):
-            places = (labels.view(-1, size)[block] >= 0).nonzero().flatten().tolist()
+        for block, ce in enumerate(losses.detach().view(-1, size - 1)):
+            places = (labels.view(-1, size - 1)[block] >= 0).nonzero().flatten().tolist()
             q = [objective.alpha + (1 - objective.alpha) * math.exp(-ce[k]) for k in places]
             reached = [math.prod(q[: i + 1]) for i in range(len(q))]
             for i, k in enumerate(places):
-                weights[block * size + k] = sum(reached[i:])
+                weights[block * (size - 1) + k] = sum(reached[i:])
             normalizer += bool(places)
     elif objective.kind == "kl":
         losses = divergences(step, batch, logits, labels)
@@ -59,10 +60,10 @@ def reference_loss(loop, drafter, batch, features):
 
 def divergences(step, batch, logits, labels):
     """KL from the whole target's own distribution, which is asked document by document."""
-    size, count = step.plan.block_size, step.plan.anchors
+    slots, count = step.plan.block_size - 1, step.plan.anchors
     losses = []
     for place in range(len(logits)):
-        row, block, k = place // (count * size), place // size, place % size
+        row, block, k = place // (count * slots), place // slots, place % slots + 1
         if labels[place] < 0:
             losses.append(logits.new_zeros(()))
             continue
@@ -134,9 +135,9 @@ def test_steps_equal_plain_autograd_clipping_and_adamw(loop):
         # fp32 rounding of two orders of summation
         assert found == pytest.approx(loss.item(), rel=1e-5)
         assert statistics[-1].item() == pytest.approx(norm.item(), rel=1e-4)
-        right = (logits.argmax(-1) == labels).view(-1, 4)
-        supervised = (labels >= 0).view(-1, 4)
-        assert accuracy == pytest.approx([right[:, k].sum().item() / supervised[:, k].sum().item() for k in (1, 2, 3)])
+        right = (logits.argmax(-1) == labels).view(-1, 3)
+        supervised = (labels >= 0).view(-1, 3)
+        assert accuracy == pytest.approx((right.sum(0) / supervised.sum(0)).tolist())
     for (name, ours), theirs in zip(step.drafter.named_parameters(), reference.parameters(), strict=True):
         # Adam divides by the root of the second moment, so a rounding error of a small gradient grows
         assert torch.allclose(ours, theirs, atol=2e-4), name
@@ -158,7 +159,7 @@ def test_filled_up_batches_do_not_count_in_evaluation(loop):
     assert held_out.indices == (0, 1, 2, 2)
     statistics = step.evaluate([held_out])
     assert statistics[1].item() == pytest.approx(held_out.weights.sum().item())
-    rows = held_out.supervised // (8 * 4)
+    rows = held_out.supervised // (8 * 3)
     assert rows.max() == 2
 
 

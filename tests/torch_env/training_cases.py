@@ -113,7 +113,7 @@ def make_loop(
 ):
     """The training loop of one process as the worker makes it; eager, unless asked otherwise."""
     from draftflow.compile_cache.guard import Guard
-    from draftflow.drafter.model import run_layer
+    from draftflow.drafter.model import EAGER
     from draftflow.training.checkpoint import latest
     from draftflow.training.data import read_rows
     from draftflow.training.loop import Loop, Stop
@@ -130,7 +130,7 @@ def make_loop(
     stop = stop or Stop()
     process.step.group = stop.group
     if not compiled:
-        process.step.drafter._run_layer = run_layer
+        process.step.drafter._run = EAGER
     found = latest(folder / "checkpoints")
     metrics = None
     if rank == 0:

@@ -122,20 +122,15 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.repeat(starts - before, counts) + np.arange(counts.sum())
 
 
-def block_inputs(
-    input_ids: Tensor, position_ids: Tensor, anchors: Anchors, block_size: int, mask_token_id: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens and positions of the draft blocks: the anchor, then mask tokens, at the positions that follow it.
+def block_inputs(input_ids: Tensor, position_ids: Tensor, anchors: Anchors, block_size: int) -> tuple[Tensor, Tensor]:
+    """The anchors' tokens, and the positions of the draft blocks: the anchor's, and those that follow it.
 
     Args:
         input_ids, position_ids: [B, S] integer.
 
     Returns:
-        tokens [B, N * block_size] int64 and positions [B, N * block_size] int64.
+        tokens [B, N] int64 and positions [B, N * block_size] int64.
     """
-    batch, count = anchors.positions.shape
-    tokens = input_ids.new_full((batch, count, block_size), mask_token_id, dtype=torch.int64)
-    tokens[:, :, 0] = input_ids.gather(1, anchors.positions)
     offsets = torch.arange(block_size, device=input_ids.device)
     positions = position_ids.gather(1, anchors.positions)[:, :, None] + offsets
-    return tokens.flatten(1), positions.flatten(1)
+    return input_ids.gather(1, anchors.positions).long(), positions.flatten(1)

@@ -6,10 +6,15 @@ reads all B - 1 proposals at once. What the target knows comes in as keys and va
 states ("KV injection", arXiv 2602.06036). Queries come from the block rows only. Parameter names are those of
 the native checkpoint format.
 
+In training there is less to compute in the first and in the last layer. Before rotary embedding the MASK rows of the
+first layer are all the same row, which is projected once. And slot 0 of a block, the anchor, proposes nothing: what
+comes after attention in the last layer is computed for the other slots alone.
+
 Weights stay fp32; everything is computed in the dtype of the features, each weight cast where it is used.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,27 +132,32 @@ class Attention(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # [B, L, heads, D]
 
-    def forward(
+    def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft rows [B, Q, H] and context [B, C, H] -> q [B, Q, Hq, D], k and v [B, C + Q, Hkv, D], without rotary."""
+        q = self.q_norm(self.heads(self.q_proj(x)))
+        # projected apart and joined after: one copy of the context serves all layers
+        k = self.k_norm(self.heads(torch.cat([self.k_proj(context), self.k_proj(x)], dim=1)))
+        return q, k, self.heads(torch.cat([self.v_proj(context), self.v_proj(x)], dim=1))
+
+    def attend(
         self,
-        x: Tensor,  # [B, Q, H] draft rows
-        context: Tensor,  # [B, C, H]
+        q: Tensor,  # [B, Q, Hq, D]
+        k: Tensor,  # [B, C + Q, Hkv, D]
+        v: Tensor,
         cos: Tensor,  # [B, C + Q, D]
         sin: Tensor,
         mask: Mask | None,
-        cache: LayerCache | None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        rows = x.shape[1]
-        q = self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2)  # [B, Hq, Q, D]
-        # projected apart and joined after: one copy of the context serves all layers
-        k = self.k_norm(self.heads(torch.cat([self.k_proj(context), self.k_proj(x)], dim=1))).transpose(1, 2)
-        v = self.heads(torch.cat([self.v_proj(context), self.v_proj(x)], dim=1)).transpose(1, 2)  # [B, Hkv, C + Q, D]
+        """What the heads find, joined: [B, Q, Hq * D]."""
+        rows = q.shape[1]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         q, k = rotate(q, cos[:, -rows:], sin[:, -rows:]), rotate(k, cos, sin)
         if cache is not None:
-            return self.joined(attend_from_block(q, *cache.extend(k, v, rows), mask))
-        return self.joined(attend(q, k, v, mask))
-
-    def joined(self, heads: Tensor) -> Tensor:
-        return self.o_proj(heads.transpose(1, 2).flatten(2))  # [B, Q, H]
+            found = attend_from_block(q, *cache.extend(k, v, rows), mask)
+        else:
+            found = attend(q, k, v, mask)
+        return found.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -182,13 +192,86 @@ class Layer(nn.Module):
         mask: Mask | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, cos, sin, mask, cache)
+        return self.finish(x, self.attend(x, context, cos, sin, mask, cache))
+
+    def attend(
+        self,
+        x: Tensor,
+        context: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Mask | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Rows [B, Q, H] -> what their heads find, [B, Q, Hq * D]."""
+        projected = self.self_attn.project(self.input_layernorm(x), context)
+        return self.self_attn.attend(*projected, cos, sin, mask, cache)
+
+    def attend_spread(
+        self, rows: Tensor, block_size: int, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None
+    ) -> Tensor:
+        """The same of `spread(rows, block_size)`; rows [B, N + 1, H]."""
+        q, k, v = self.self_attn.project(self.input_layernorm(rows), context)
+        known = context.shape[1]
+        k, v = (torch.cat([x[:, :known], spread(x[:, known:], block_size)], dim=1) for x in (k, v))
+        return self.self_attn.attend(spread(q, block_size), k, v, cos, sin, mask)
+
+    def finish(self, x: Tensor, found: Tensor) -> Tensor:
+        """What comes after attention, for rows [B, L, H] whose heads found [B, L, Hq * D]."""
+        x = x + self.self_attn.o_proj(found)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def spread(rows: Tensor, block_size: int) -> Tensor:
+    """N rows of anchors and one of MASK over the blocks' positions: [B, N + 1, ..] -> [B, N * block_size, ..]."""
+    anchors, mask = rows[:, :-1, None], rows[:, None, -1:]
+    masks = mask.expand(-1, anchors.shape[1], block_size - 1, *rows.shape[2:])
+    return torch.cat([anchors, masks], dim=2).flatten(1, 2)
+
+
+def proposals(x: Tensor, block_size: int) -> Tensor:
+    """All but slot 0 of each block: [B, N * block_size, H] -> [B, N * (block_size - 1), H]."""
+    return x.unflatten(1, (-1, block_size))[:, :, 1:].flatten(1, 2)
+
+
+# The parts of the forward as functions of their modules, so that the compiled form of one serves every layer.
+
+
+def run_norm(norm: RMSNorm, x: Tensor) -> Tensor:
+    return norm(x)
+
+
 def run_layer(layer: Layer, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-    """One layer as a function of the layer, so that its compiled form serves every layer."""
     return layer(x, context, cos, sin, mask)
+
+
+def run_first_layer(layer: Layer, rows: Tensor, block_size: int, *rest: Any) -> Tensor:
+    """Rows [B, N + 1, H], see `spread`; the rest as of `run_layer`."""
+    return layer.finish(spread(rows, block_size), layer.attend_spread(rows, block_size, *rest))
+
+
+def run_last_layer(layer: Layer, norm: RMSNorm, x: Tensor, block_size: int, *rest: Any) -> Tensor:
+    """The last layer and the norm after it, of the proposals: [B, N * (block_size - 1), H]."""
+    return norm(layer.finish(proposals(x, block_size), proposals(layer.attend(x, *rest), block_size)))
+
+
+def run_only_layer(layer: Layer, norm: RMSNorm, rows: Tensor, block_size: int, *rest: Any) -> Tensor:
+    """A layer that is first and last."""
+    found = layer.attend_spread(rows, block_size, *rest)
+    return norm(layer.finish(proposals(spread(rows, block_size), block_size), proposals(found, block_size)))
+
+
+class Runs(NamedTuple):
+    """The functions above, compiled or, by default, as they are."""
+
+    norm: Callable[..., Tensor] = run_norm
+    layer: Callable[..., Tensor] = run_layer
+    first_layer: Callable[..., Tensor] = run_first_layer
+    last_layer: Callable[..., Tensor] = run_last_layer
+    only_layer: Callable[..., Tensor] = run_only_layer
+
+
+EAGER = Runs()
 
 
 class Drafter(nn.Module):
@@ -197,6 +280,10 @@ class Drafter(nn.Module):
     Args:
         shape: sizes.
         generator: CPU generator of the initial weights; the global one if there is none.
+
+    Attributes:
+        apart: whether the first and the last layer are computed in ways of their own, with graphs of their own; None:
+            on GPUs. Elsewhere, where compiling is slow, one graph serves all layers and computes every row in each.
     """
 
     def __init__(self, shape: DrafterShape, generator: torch.Generator | None = None):
@@ -207,7 +294,8 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = Rope(shape)
-        self._run_layer = run_layer
+        self.apart: bool | None = None
+        self._run = EAGER
         self.initialize(generator)
 
     @torch.no_grad()
@@ -220,29 +308,33 @@ class Drafter(nn.Module):
                 parameter.fill_(1.0)
 
     def compile_layers(self) -> None:
-        """Compile the layers, as one graph that all of them share; nothing is compiled until the first forward.
+        """Compile the layers; nothing is compiled until the first forward.
 
-        The graph depends on shapes, dtype, device and on whether gradients are taken, on no number of a layer and on
-        no content of a mask: with fixed shapes there is one compile for training and one for evaluation. A drafter with
-        both full and sliding layers has one graph for each kind under BlockMasks, whose predicates are compiled in.
+        Graphs depend on shapes, dtype, device and on whether gradients are taken, on no number of a layer and on no
+        content of a mask: with fixed shapes each is compiled once for training and once for evaluation. All layers
+        share one. Where the first and the last are `apart`, they have one each, as has the norm of the context. A
+        drafter with both full and sliding layers has graphs for each kind under BlockMasks, whose predicates are
+        compiled in.
         """
-        self._run_layer = torch.compile(run_layer, dynamic=False, fullgraph=True)
+        self._run = Runs(*(torch.compile(run, dynamic=False, fullgraph=True) for run in EAGER))
 
     def forward(
         self,
         features: Tensor,
-        block_embeddings: Tensor,
+        anchor_embeddings: Tensor,
+        mask_embedding: Tensor,
         context_positions: Tensor,
         block_positions: Tensor,
         mask: Mask | None,
         sliding_mask: Mask | None = None,
     ) -> Tensor:
-        """Hidden states of all draft blocks of packed rows, for training.
+        """Hidden states of the proposals of all draft blocks of packed rows, for training.
 
         Args:
             features: [B, S, taps * H], of the target; their dtype is the compute dtype.
-            block_embeddings: [B, N * block_size, H], the target's embedding of the blocks' tokens. Frozen: no gradient
-                flows to it. Neither of the two may be an inference tensor.
+            anchor_embeddings: [B, N, H], the target's embedding of the anchors' tokens.
+            mask_embedding: [H], that of the MASK token, which all other tokens of a block are. Both are frozen: no
+                gradient flows to them. None of the three may be an inference tensor.
             context_positions: [B, S] integer, position in the document.
             block_positions: [B, N * block_size] integer.
             mask: of the full layers, `mask.block_mask` (GPU, compiled), `block_attention.intervals` (GPU) or
@@ -250,17 +342,34 @@ class Drafter(nn.Module):
             sliding_mask: of the sliding layers, the first or the last of these; `mask.layer_masks` makes both.
 
         Returns:
-            [B, N * block_size, H], normed, in the dtype of `features`.
+            [B, N * (block_size - 1), H], normed, in the dtype of `features`; slot 0 of a block proposes nothing.
         """
         masks = [sliding_mask if number in self.shape.sliding_layers else mask for number in range(len(self.layers))]
         assert all(one is not None for one in masks), "a layer without a mask"
-        context = self.hidden_norm(self.fc(features))
-        # Later layers get an x that needs a gradient. A first layer whose x needs none would be a second graph.
-        x = block_embeddings.to(features.dtype).detach().requires_grad_(torch.is_grad_enabled())
+        rows = torch.cat([anchor_embeddings, mask_embedding.expand(len(features), 1, -1)], dim=1)
+        rows = rows.to(features.dtype).detach()
         cos, sin = self.rope(torch.cat([context_positions, block_positions], dim=1), features.dtype)
+        context = self.fc(features)
+        if features.is_cuda if self.apart is None else self.apart:
+            return self._forward_apart(rows, self._run.norm(self.hidden_norm, context), cos, sin, masks)
+        context = self.hidden_norm(context)
+        # Later layers get an x that needs a gradient. A first layer whose x needs none would be a second graph.
+        x = spread(rows, self.shape.block_size).requires_grad_(torch.is_grad_enabled())
         for layer, one in zip(self.layers, masks, strict=True):
-            x = self._run_layer(layer, x, context, cos, sin, one)
-        return self.norm(x)
+            x = self._run.layer(layer, x, context, cos, sin, one)
+        return self.norm(proposals(x, self.shape.block_size))
+
+    def _forward_apart(
+        self, rows: Tensor, context: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask | None]
+    ) -> Tensor:
+        run, size, last = self._run, self.shape.block_size, len(self.layers) - 1
+        rest = [(context, cos, sin, mask) for mask in masks]
+        if last == 0:
+            return run.only_layer(self.layers[0], self.norm, rows, size, *rest[0])
+        x = run.first_layer(self.layers[0], rows, size, *rest[0])
+        for number in range(1, last):
+            x = run.layer(self.layers[number], x, *rest[number])
+        return run.last_layer(self.layers[last], self.norm, x, size, *rest[last])
 
     def new_cache(self) -> list[LayerCache]:
         """An empty cache for `draft`."""

@@ -101,8 +101,9 @@ class Batch:
         split, indices: which rows these are; their features are remembered under it.
         input_ids, document_ids, position_ids: [B, S] int64.
         anchors: of N slots per row.
-        block_tokens, block_positions: [B, N * Bk] int64.
-        supervised: [M] int64, rows of the flattened blocks that the loss looks at, ascending.
+        anchor_tokens: [B, N] int64.
+        block_positions: [B, N * Bk] int64.
+        supervised: [M] int64, rows of the flattened proposals [B * N * (Bk - 1)] that the loss looks at, ascending.
         labels: [M] int64, the token at that place.
         offsets: [M] int64, k: the place within the block, from 1.
         weights: [M] float32, w_k.
@@ -117,7 +118,7 @@ class Batch:
     document_ids: Tensor
     position_ids: Tensor
     anchors: Anchors
-    block_tokens: Tensor
+    anchor_tokens: Tensor
     block_positions: Tensor
     supervised: Tensor
     labels: Tensor
@@ -219,29 +220,26 @@ class Batches:
         counts = reach.ravel()  # of block j, the positions k = 1 .. counts[j] are supervised
         total = int(counts.sum())
 
-        blocks = (*at.shape, plan.block_size)
         shapes = dict.fromkeys(("input_ids", "document_ids", "position_ids"), ids.shape)
-        shapes |= dict.fromkeys(("block_tokens", "block_positions"), blocks)
+        shapes["block_positions"] = (*at.shape, plan.block_size)
         shapes |= dict.fromkeys(("supervised", "labels", "offsets", "weights"), (total,))
-        shapes |= dict.fromkeys(("anchors", "valid"), at.shape)
+        shapes |= dict.fromkeys(("anchors", "valid", "anchor_tokens"), at.shape)
         tensors = _together(shapes, {"weights": torch.float32, "valid": torch.bool}, pin)
         to = {name: tensor.numpy() for name, tensor in tensors.items()}
         to["input_ids"][:], to["document_ids"][:], to["position_ids"][:] = ids, documents, positions
         to["anchors"][:], to["valid"][:] = anchors.positions, anchors.valid
-        to["block_tokens"].fill(plan.drafter["mask_token_id"])
-        to["block_tokens"][:, :, 0] = ids.ravel()[at]
+        to["anchor_tokens"][:] = ids.ravel()[at]
         np.add(positions.ravel()[at][:, :, None], np.arange(plan.block_size), out=to["block_positions"])
         block = np.repeat(np.arange(counts.size), counts)  # of each supervised position
         before = np.cumsum(counts) - counts
         np.subtract(np.arange(1, total + 1), before[block], out=to["offsets"])
-        np.add(block * plan.block_size, to["offsets"], out=to["supervised"])
+        np.add(block * (plan.block_size - 1), to["offsets"] - 1, out=to["supervised"])
         to["labels"][:] = ids.ravel()[at.ravel()[block] + to["offsets"]]
         np.take(self.loss_weights, to["offsets"], out=to["weights"])
         return Batch(
             split=rows.split,
             indices=indices,
             anchors=Anchors(tensors.pop("anchors"), tensors.pop("valid")),
-            block_tokens=tensors.pop("block_tokens").flatten(1),
             block_positions=tensors.pop("block_positions").flatten(1),
             host_document_ids=tensors["document_ids"],
             chunks=_chunks(np.cumsum(counts).tolist(), plan.loss_chunk),

@@ -1,6 +1,6 @@
 """The step: what one device does with one batch. Warm-up and training run this very object.
 
-    features of the target (no gradient) -> mask -> fc, compiled layers, norm -> supervised rows only
+    features of the target (no gradient) -> mask -> fc, compiled layers, norm -> supervised proposals only
     -> frozen head and loss, gradient made in the same pass -> backward, each gradient summed over the ranks when it is
     there -> clip -> AdamW or Muon
 
@@ -109,11 +109,11 @@ class Step:
         return total
 
     def _hidden(self, batch: Batch, features: Tensor) -> Tensor:
-        """Hidden states of all block positions, [B * N * Bk, H]."""
+        """Hidden states of all proposals, [B * N * (Bk - 1), H]."""
         masks = layer_masks(batch.anchors, batch.document_ids, self.drafter.shape, features.dtype)
-        embeddings = F.embedding(batch.block_tokens, self.target.embed_weight)
-        taps = self.drafter.fc.weight.shape[1]
-        hidden = self.drafter(features[..., :taps], embeddings, batch.position_ids, batch.block_positions, *masks)
+        embed_weight, taps = self.target.embed_weight, self.drafter.fc.weight.shape[1]
+        embeddings = F.embedding(batch.anchor_tokens, embed_weight), embed_weight[self.drafter.shape.mask_token_id]
+        hidden = self.drafter(features[..., :taps], *embeddings, batch.position_ids, batch.block_positions, *masks)
         return hidden.flatten(0, 1)
 
     def _loss(self, batch: Batch, hidden: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -136,7 +136,7 @@ class Step:
 
     def _teacher(self, batch: Batch, features: Tensor) -> Tensor:
         """[M, H], what the target's head reads at the token before each supervised position; behind the tapped ones."""
-        block = batch.supervised // self.plan.block_size
+        block = batch.supervised // (self.plan.block_size - 1)
         before = batch.anchors.positions.flatten()[block] + batch.offsets - 1
         last = features[..., self.drafter.fc.weight.shape[1] :].flatten(0, 1)
         return last.index_select(0, block // self.plan.anchors * self.plan.row_length + before)
