@@ -24,6 +24,7 @@ from typing import Any
 
 from documents import replace_between
 from target_shapes import SHAPES
+from useful import attention_product, block_products
 
 from draftflow.drafter.shape import DrafterShape
 from draftflow.errors import DraftflowError
@@ -180,8 +181,8 @@ def row_flops(shape: DrafterShape, step: Mapping[str, int]) -> dict[str, float]:
     # anchors lie evenly: a block sees half the row on average
     visible = anchors * block * (context / 2 + block)
     supervised = anchors * (block - 1)
-    body = 2.0 * anchors * block * shape.layers * layer
-    body += 2.0 * context * shape.layers * 2 * hidden * keys + 4.0 * visible * shape.layers * queries
+    body = block_products(shape, 1, anchors)
+    body += 2.0 * context * shape.layers * 2 * hidden * keys + 2 * attention_product(shape, visible)
     fc = 2.0 * context * len(shape.target_layer_ids) * hidden * hidden
     head = 2 * 2.0 * supervised * hidden * shape.vocab_size
     target_layer = 2.0 * context * layer + 4.0 * context * context / 2 * queries

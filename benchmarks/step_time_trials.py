@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainers import TRAINERS, Case, Sample, Trainer, make_samples
+from useful import attention_product, block_products
 
 from draftflow.compile_cache.inductor import prepare_inductor
 from draftflow.drafter.attention import forbid_dense
@@ -178,22 +179,20 @@ def useful_flops(shape: DrafterShape, plan: Plan, visible: int, supervised: int)
 
     A product of a weight counts once forward and twice backward, for the weight's gradient and the input's. Features
     need no gradient, so `fc` counts once backward; the head is frozen, so it counts once backward too, and forward
-    over the supervised rows alone. Of attention only what is visible counts: two products forward, four backward.
-    Norms, rotations and softmax are not counted.
+    over the supervised rows alone. Of attention only what is visible counts: two products forward, four backward. What
+    the first and the last layer can do without is in `useful.py`. Norms, rotations and softmax are not counted.
 
     Args:
         visible: of `visible_keys`.
         supervised: block positions that the loss looks at.
     """
-    hidden, queries, keys = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, keys = shape.hidden_size, shape.kv_heads * shape.head_dim
     context = plan.rows * plan.row_length
-    blocks = plan.rows * plan.anchors * plan.block_size
-    layer = hidden * (2 * queries + 2 * keys + 3 * shape.intermediate_size)
     return {
-        "body": 3 * 2.0 * blocks * shape.layers * layer,
+        "body": 3 * block_products(shape, plan.rows, plan.anchors),
         "fc": 2 * 2.0 * context * len(shape.target_layer_ids) * hidden * hidden,
         "context": 3 * 2.0 * context * shape.layers * 2 * hidden * keys,
-        "attention": 3 * 4.0 * visible * shape.layers * queries,
+        "attention": 6 * attention_product(shape, visible),
         "head": 2 * 2.0 * supervised * hidden * shape.vocab_size,
     }
 
