@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from drafter_cases import anchors_at, document_ids  # noqa: E402
 
+from draftflow.drafter.block_attention import Intervals  # noqa: E402
 from draftflow.drafter.mask import allowed  # noqa: E402
 
 IN_INTERPRETER = """
@@ -50,6 +51,7 @@ CASES = [
     ([[256]], 5, 16, 8, 1, 32, torch.float32),
     ([[40, 40, 50]], 6, 7, 3, 1, 16, torch.float32),  # three heads share a key head and lie in three tiles
     ([[13] * 30], 40, 4, 2, 2, 16, torch.float32),  # a tile of queries has many documents
+    ([[120]], 4, 32, 8, 1, 16, torch.float32),  # eight heads share a key head, of which four have room in a tile
     ([[150]], 5, 16, 4, 1, 16, torch.float16),  # the interpreter has no products in bf16
 ]
 
@@ -114,3 +116,50 @@ def test_what_no_block_sees_gets_no_gradient(results):
     for gradient in (dk, dv):
         assert not gradient[:, :, last:length].any()
         assert gradient[:, :, last - 1].any()
+
+
+class Launches(list):
+    """Takes the place of a kernel, keeps what it is launched with."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.append((arguments, constants))
+
+
+SIGNATURE = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", int: "i32", float: "fp32"}
+
+
+@pytest.mark.parametrize(("target", "shared_memory"), [(80, 163 * 2**10), (90, 227 * 2**10)])
+@pytest.mark.parametrize("name", ["forward", "backward_queries", "backward_context"])
+def test_tiles_of_large_blocks_and_groups_have_room(monkeypatch, name, target, shared_memory):
+    triton = pytest.importorskip("triton")
+    from draftflow.drafter import block_attention_kernels as kernels
+
+    launched = {other: Launches() for other in ("forward", "backward_queries", "backward_context")}
+    kernel = getattr(kernels, f"draftflow_attention_{name}")
+    for other, launches in launched.items():
+        monkeypatch.setattr(kernels, f"draftflow_attention_{other}", launches)
+    blocks, block_size, context, heads, kv_heads = 4, 64, 256, 16, 2
+    with torch.device("meta"):
+        q, k = (
+            torch.empty(2, count, rows, 128, dtype=torch.bfloat16)
+            for count, rows in ((heads, blocks * block_size), (kv_heads, context + blocks * block_size))
+        )
+        start, seen_by = (torch.empty(shape, dtype=torch.int32) for shape in ((2, blocks), (2, 4, 4)))
+    found = Intervals(start, start, seen_by)
+    kernels.backward(q, q, k, k, *kernels.forward(q, k, k, found), found)
+
+    ((arguments, constants),) = launched[name]
+    options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
+    kinds = [SIGNATURE[value.dtype if isinstance(value, torch.Tensor) else type(value)] for value in arguments]
+    signature = dict(zip(kernel.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (place,): aligned
+        for place, value in enumerate(arguments)
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+    }
+    source = triton.compiler.ASTSource(
+        kernel, signature, {(kernel.arg_names.index(one),): value for one, value in constants.items()}, attributes
+    )
+    gpu = triton.backends.compiler.GPUTarget("cuda", target, 32)
+    assert triton.compile(source, target=gpu, options=options).metadata.shared <= shared_memory

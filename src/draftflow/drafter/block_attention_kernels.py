@@ -298,15 +298,11 @@ def draftflow_attention_backward_context(
     tl.store(dv + pointers, dv_tile.to(dv.dtype.element_ty), mask=kept)
 
 
-def _pack(group: int) -> int:
-    """Heads of a tile: the largest power of two that divides the group, 8 at most."""
-    return min(8, group & -group)
-
-
 def _sizes(q: Tensor, k: Tensor, block_size: int) -> dict[str, int]:
+    """Constants of the kernels: of a group as many heads lie in a tile as divide it and leave room for a block."""
     group = q.shape[1] // k.shape[1]
-    pack = _pack(group)
-    queries = max(triton.next_power_of_2(block_size), ROWS // pack)
+    pack = min(8, group & -group, ROWS // triton.next_power_of_2(block_size))
+    queries = ROWS // pack
     sizes = {"heads": q.shape[1], "group": group, "block": block_size, "queries": queries, "dim": q.shape[3]}
     return {**sizes, "pack": pack, "own_keys": 32}
 
