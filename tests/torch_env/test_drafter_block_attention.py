@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from drafter_cases import anchors_at, document_ids  # noqa: E402
 
-from draftflow.drafter.block_attention import Intervals  # noqa: E402
+from draftflow.drafter.block_attention import Intervals, fits  # noqa: E402
 from draftflow.drafter.mask import allowed  # noqa: E402
 
 IN_INTERPRETER = """
@@ -116,6 +117,22 @@ def test_what_no_block_sees_gets_no_gradient(results):
     for gradient in (dk, dv):
         assert not gradient[:, :, last:length].any()
         assert gradient[:, :, last - 1].any()
+
+
+@pytest.mark.parametrize(
+    ("major", "shared_memory", "fit"),
+    [
+        (8, 163 * 2**10, True),  # A100
+        (8, 99 * 2**10, False),  # GPUs of desktops
+        (9, 227 * 2**10, True),  # H100, H200
+        (10, 227 * 2**10, False),  # B200
+        (12, 99 * 2**10, False),
+    ],
+)
+def test_kernels_are_for_gpus_that_have_room_for_their_tiles(monkeypatch, major, shared_memory, fit):
+    found = SimpleNamespace(major=major, shared_memory_per_block_optin=shared_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert fits(torch.device("cuda"), torch.bfloat16, 128) is fit
 
 
 class Launches(list):

@@ -20,7 +20,8 @@ from draftflow.drafter.anchors import Anchors
 KEYS = 64  # of context in a tile of the backward pass
 WIDTHS = (16, 32, 64, 128)  # of a head
 PRECISIONS = (torch.bfloat16, torch.float16)
-SHARED_MEMORY = 160 * 2**10  # bytes of a multiprocessor that a tile of the widest head takes
+ARCHITECTURES = (8, 9)  # Ampere, Ada and Hopper; on Blackwell tiles of the widest head take more than there is
+SHARED_MEMORY = 160 * 2**10  # bytes of a multiprocessor; those of these architectures that have less have 100 KiB
 
 
 class Intervals(NamedTuple):
@@ -67,7 +68,8 @@ def fits(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether the kernels are made for heads of this width and precision on this device."""
     if device.type != "cuda" or torch.version.hip or dtype not in PRECISIONS or width not in WIDTHS:
         return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin > SHARED_MEMORY
+    found = torch.cuda.get_device_properties(device)
+    return found.major in ARCHITECTURES and found.shared_memory_per_block_optin > SHARED_MEMORY
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, found: Intervals) -> Tensor:
