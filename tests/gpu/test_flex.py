@@ -125,9 +125,11 @@ def test_a_drafter_of_few_layers_is_the_dense_one(layers: int) -> None:
     assert_same_as_dense(replace(shape_of(16), layers=layers), torch.bfloat16, 3e-2)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 2, 128), (9, 3, 64), (4, 4, 32)])
-def test_own_kernels_are_the_dense_drafter(heads: int, kv_heads: int, width: int) -> None:
-    shape = replace(shape_of(16), heads=heads, kv_heads=kv_heads, head_dim=width)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "block_size"), [(8, 2, 128, 16), (9, 3, 64, 16), (4, 4, 32, 16), (8, 1, 128, 32)]
+)
+def test_own_kernels_are_the_dense_drafter(heads: int, kv_heads: int, width: int, block_size: int) -> None:
+    shape = replace(shape_of(block_size), heads=heads, kv_heads=kv_heads, head_dim=width)
     assert fits(torch.device("cuda:0"), torch.bfloat16, width)
     assert_same_as_dense(shape, torch.bfloat16, 3e-2)
 
