@@ -160,8 +160,14 @@ def test_a_driver_that_does_not_answer_is_a_problem(tmp_path):
     assert "version mismatch" in problem
 
 
-def test_a_probe_that_is_ended_leaves_no_folder(fake_torch, tmp_path):
+# What is raised in a hook of fork is lost, and so would be the end that is asked for while it runs.
+SLOW_FORK = "import os, time; os.register_at_fork(after_in_parent=lambda: [time.sleep(0.01) for _ in range(50)])"
+
+
+@pytest.mark.parametrize("at_start", ["", SLOW_FORK], ids=["", "while it forks"])
+def test_a_probe_that_is_ended_leaves_no_folder(fake_torch, tmp_path, at_start):
     path = fake_torch("import time; time.sleep(600)")
+    (Path(path) / "sitecustomize.py").write_text(at_start)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
@@ -169,6 +175,8 @@ def test_a_probe_that_is_ended_leaves_no_folder(fake_torch, tmp_path):
         while not list(temporary.iterdir()):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert process.returncode == 128 + signal.SIGTERM
     assert list(temporary.iterdir()) == []
 
 

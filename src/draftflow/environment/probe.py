@@ -64,6 +64,7 @@ _PREFIXES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_DYNAMO_", "TORCH_COMPILE_"
 
 # A folder of a million files on a network must not use up the time of the probe.
 _SECONDS_PER_CACHE = 5
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # end the probe, which first clears up
 
 
 def report(seconds, trial_seconds):
@@ -80,8 +81,10 @@ def report(seconds, trial_seconds):
 
     for section in (machine, variables, driver, installed):
         add(section())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     folder = tempfile.mkdtemp(prefix="draftflow-probe-")
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if result["fields"]["torch"] is None:
             result["race"] = unknown("there is no torch")
         else:
@@ -114,13 +117,16 @@ def in_child(work, seconds, leader=False):
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
+    text, deadline, late = b"", time.monotonic() + seconds, True
+    # What is raised in a hook of fork is lost, and what is raised behind fork leaves the child alone.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         _child(work, writing, leader)
-    os.close(writing)
-    text, deadline, late = b"", time.monotonic() + seconds, True
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(writing)
         while select.select([reading], [], [], max(0, deadline - time.monotonic()))[0]:
             piece = os.read(reading, 65536)
             if not piece:
@@ -153,8 +159,9 @@ def _child(work, writing, leader):
     try:
         if leader:
             os.setpgid(0, 0)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         work(send)
@@ -644,7 +651,7 @@ def main():
 
     write(f"{STARTED} {platform.python_version()}")
     sys.path[:] = [folder for folder in sys.path if folder != ""]
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     seconds, trial_seconds = [float(argument) for argument in sys.argv[1:]] or (120, 40)
     write(f"{BEGIN} {json.dumps(report(seconds, trial_seconds))} {END}")
