@@ -20,6 +20,6 @@ def test_jobs_get_gpus_of_their_own_and_none_of_them_outlives_the_cluster(passin
         slurm.run("sbatch", "--gpus=1", "--ntasks=1", "--mem=100", f"--wrap={job.format(file)}")
     slurm.wait(lambda: all(file.exists() and file.read_text() for file in files), "start of all jobs")
     assert sorted(file.read_text().strip() for file in files) == ["node1:0", "node1:1", "node2:0", "node2:1"]
-    assert slurm.left_over() != []
+    assert slurm.left_over()
     bring_down()
-    assert slurm.left_over() == []
+    assert not slurm.left_over()
