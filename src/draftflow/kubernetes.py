@@ -24,11 +24,17 @@ GRACE_SECONDS = 180
 
 # The first process of a container, which alone is told that the pod shall end, and which no signal ends that it does
 # not expect. It hands on the one on which training writes its checkpoint, and which all else ignores.
+# A signal ends `wait`, which then has to be asked again for how the script ended; asked once too often it says 127.
 FIRST = """\
-trap 'kill -USR1 -1' TERM
+trap 'told=yes; kill -USR1 -1' TERM
 (trap '' USR1; exec sh "$0") &
-wait $!; status=$?
-while kill -0 $! 2> /dev/null; do wait $!; status=$?; done
+status=127
+while
+    told=
+    wait $!; found=$?
+    [ $found -eq 127 ] || status=$found
+    [ "$told" ] && [ $found -gt 128 ]
+do :; done
 exit $status
 """
 

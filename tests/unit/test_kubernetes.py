@@ -131,14 +131,16 @@ time.sleep(20)
 """
 
 
+@pytest.mark.parametrize("pause", ["", "; sleep 0.5"], ids=["at once", "the stage has ended before anyone looks"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a process the first one of its namespace")
-def test_the_end_of_a_pod_is_told_to_the_stage_and_ends_nothing_else(run):
+def test_the_end_of_a_pod_is_told_to_the_stage_and_ends_nothing_else(run, pause):
     (run.folder / "stage.py").write_text(STAGE)
     script = run.folder / "shared/project/job.sh"
     script.write_text(f"{sys.executable} {run.folder}/stage.py; status=$?\necho and then\nexit $status\n")
     assert submission(run).returncode == 0
     pod = json.loads((run.folder / "kept.json").read_text())["spec"]["template"]["spec"]
-    command = ["unshare", "--pid", "--fork", "--kill-child", *pod["containers"][0]["command"]]
+    command = [word.replace("kill -USR1 -1", f"kill -USR1 -1{pause}") for word in pod["containers"][0]["command"]]
+    command = ["unshare", "--pid", "--fork", "--kill-child", *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as container:
         assert container.stdout.readline() == "ready\n"
         (first,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
