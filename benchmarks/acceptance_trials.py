@@ -31,7 +31,7 @@ from draftflow.drafter.anchors import Anchors, block_inputs
 from draftflow.drafter.attention import forbid_dense
 from draftflow.drafter.generate import generate, greedy
 from draftflow.drafter.loss import Objective, default_gamma
-from draftflow.drafter.mask import allowed, block_mask
+from draftflow.drafter.mask import layer_masks
 from draftflow.drafter.model import EAGER, Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.errors import DraftflowError
@@ -519,9 +519,9 @@ def draft_everywhere(
         tokens_in, block_positions, ids, documents, positions = (value.to(device) for value in inputs)
         anchors = anchors.to(device)
         features = extractor(ids, documents, positions)
-        mask = (block_mask if device.type == "cuda" else allowed)(anchors, documents, block)
+        masks = layer_masks(anchors, documents, drafter.shape, features.dtype)
         embeddings = F.embedding(tokens_in, target.embed_weight), target.embed_weight[drafter.shape.mask_token_id]
-        hidden = drafter(features, *embeddings, positions, block_positions, mask).unflatten(1, (size, block - 1))
+        hidden = drafter(features, *embeddings, positions, block_positions, *masks).unflatten(1, (size, block - 1))
         chosen = F.linear(hidden, target.head_weight).argmax(dim=-1).tolist()
         found += [chosen[row][: len(text["new"]) - 1] for row, text in enumerate(part)]
     return found

@@ -95,7 +95,7 @@ def run_step(plan: Plan, load: Path | None, save: Path | None) -> dict[str, Any]
     from draftflow.compile_cache.vector_isa import load_probes_in_process
     from draftflow.drafter.anchors import Anchors
     from draftflow.drafter.attention import forbid_dense
-    from draftflow.drafter.mask import allowed, block_mask
+    from draftflow.drafter.mask import layer_masks
     from draftflow.drafter.model import Drafter
     from draftflow.drafter.shape import DrafterShape
 
@@ -125,9 +125,8 @@ def run_step(plan: Plan, load: Path | None, save: Path | None) -> dict[str, Any]
     starts = torch.linspace(1, length - 1, count, device=device).long().expand(rows, count).contiguous()
     block_positions = (starts[:, :, None] + torch.arange(block, device=device)).flatten(1)
     anchors = Anchors(starts, torch.ones(rows, count, dtype=torch.bool, device=device))
-    make_mask = block_mask if device.type == "cuda" else allowed
-    mask = make_mask(anchors, torch.zeros_like(positions), block)
-    inputs = (features, anchor_embeddings, mask_embedding, positions, block_positions, mask)
+    masks = layer_masks(anchors, torch.zeros_like(positions), shape, dtype)
+    inputs = (features, anchor_embeddings, mask_embedding, positions, block_positions, *masks)
 
     def step() -> float:
         start = time.perf_counter()
