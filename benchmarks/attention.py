@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from draftflow.drafter.anchors import Anchors, sample_anchors
-from draftflow.drafter.block_attention import backward, forward, intervals
+from draftflow.drafter.block_attention import backward, document_starts, forward, intervals
 from draftflow.drafter.mask import allowed, block_mask
 from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage, say, write_json
@@ -48,14 +48,10 @@ def make_row(length: int, documents: int, count: int, device: torch.device) -> t
     return anchors.to(device), ids.to(device)
 
 
-def document_start(anchors: Anchors, ids: Tensor) -> Tensor:
-    """[1, N], where the document of each anchor starts."""
-    return (ids[:, None, :] == ids.gather(1, anchors.positions)[:, :, None]).int().argmax(dim=-1)
-
-
 def work_of(anchors: Anchors, ids: Tensor, block: int, heads: int, dim: int) -> float:
     """Floating-point operations of the forward products that the mask asks for; backward has 2.5 times as many."""
-    context = ((anchors.positions - document_start(anchors, ids)) * anchors.valid).sum().item()
+    starts = document_starts(anchors, ids, torch.arange(ids.shape[1], device=ids.device))
+    context = ((anchors.positions - starts) * anchors.valid).sum().item()
     return 4.0 * heads * dim * block * (context + block * anchors.positions.shape[1])
 
 

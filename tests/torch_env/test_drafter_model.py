@@ -341,10 +341,24 @@ def test_block_masks_of_other_steps_cause_no_other_graph(graphs):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize(("name", "number"), [("mixed", 2), ("all", 1)])
-def test_each_kind_of_layers_has_one_graph_that_serves_every_step(graphs, name, number):
-    shape = tiny_shape(**SLIDING[name])
-    drafter, compiled = Drafter(shape, seeded()), Drafter(shape, seeded())
+def five_layers(*sliding):
+    return {"layers": 5, "sliding_window": 12, "sliding_layers": sliding}
+
+
+@pytest.mark.parametrize(
+    ("changes", "apart", "number"),
+    [
+        (SLIDING["mixed"], False, 2),
+        (SLIDING["all"], False, 1),
+        (five_layers(0, 2), True, 5),  # both kinds between the first and the last, and the norm of the context
+        (five_layers(0, 4), True, 4),
+    ],
+    ids=["mixed", "all", "apart, both kinds between", "apart, first and last"],
+)
+def test_each_kind_of_layers_has_one_graph_that_serves_every_step(graphs, changes, apart, number):
+    shape = tiny_shape(**changes)
+    drafter, compiled = scattered(shape), scattered(shape)
+    compiled.apart = apart
     compiled.compile_layers()
     with torch.no_grad():
         for step in range(3):
@@ -379,25 +393,6 @@ def test_first_and_last_layers_apart_have_graphs_of_their_own_that_serve_every_s
             torch.testing.assert_close(case.run(compiled), hidden, rtol=1e-4, atol=1e-5)
             assert graphs() == 2 * number
         torch.testing.assert_close(case.run(drafter), hidden, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("sliding", "number"),
-    [((0, 2), 5), ((0, 4), 4)],
-    ids=["both kinds between", "first and last"],
-)
-def test_layers_between_have_a_graph_for_each_kind_beside_those_of_the_first_and_last(graphs, sliding, number):
-    shape = tiny_shape(layers=5, sliding_window=12, sliding_layers=sliding)
-    drafter, compiled = scattered(shape), scattered(shape)
-    compiled.apart = True
-    compiled.compile_layers()
-    with torch.no_grad():
-        for step in range(3):
-            case = Case(shape, seed=step)
-            with torch._dynamo.config.patch(error_on_recompile=step > 0):
-                sparse = case.run(compiled, masks=case.sparse_masks())
-            torch.testing.assert_close(sparse, case.run(drafter), rtol=1e-4, atol=1e-5)
-            assert graphs() == number
 
 
 @pytest.mark.slow

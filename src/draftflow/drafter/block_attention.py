@@ -38,6 +38,20 @@ class Intervals(NamedTuple):
     seen_by: Tensor
 
 
+def document_starts(anchors: Anchors, document_ids: Tensor, index: Tensor) -> Tensor:
+    """Where in the row the document of each anchor begins.
+
+    Args:
+        document_ids: [B, S] integer, in runs.
+        index: [S], 0, 1, ..
+
+    Returns:
+        [B, N] in the dtype of `index`.
+    """
+    begins = document_ids != document_ids.roll(1, dims=1)  # the first token begins at 0 either way
+    return (begins * index).cummax(dim=1).values.gather(1, anchors.positions)
+
+
 def intervals(anchors: Anchors, document_ids: Tensor) -> Intervals:
     """The intervals of packed rows, without waiting for the device.
 
@@ -45,14 +59,11 @@ def intervals(anchors: Anchors, document_ids: Tensor) -> Intervals:
         anchors: of N slots, the valid ones first and ascending.
         document_ids: [B, S] integer, in runs.
     """
-    length = document_ids.shape[1]
-    index = torch.arange(length, device=document_ids.device, dtype=torch.int32)
-    begins = document_ids != document_ids.roll(1, dims=1)  # the first token begins at 0 either way
-    document_start = (begins * index).cummax(dim=1).values.gather(1, anchors.positions)
+    index = torch.arange(document_ids.shape[1], device=document_ids.device, dtype=torch.int32)
     # invalid slots come last, and see nothing from where the last valid one ends
     most = torch.where(anchors.valid, anchors.positions, 0).amax(1, keepdim=True)
     end = torch.where(anchors.valid, anchors.positions, most).int()
-    start = torch.where(anchors.valid, document_start, most).int()
+    start = torch.where(anchors.valid, document_starts(anchors, document_ids, index), most).int()
     tile = index[::KEYS].expand(len(end), -1).contiguous()
     following = tile + KEYS
     seen_by = [

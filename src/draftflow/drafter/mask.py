@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftflow.drafter.anchors import Anchors
-from draftflow.drafter.block_attention import Intervals, fits, intervals
+from draftflow.drafter.block_attention import Intervals, document_starts, fits, intervals
 from draftflow.drafter.shape import DrafterShape
 
 TILE = 128  # of flex_attention's kernels; smaller tiles do not divide their blocks
@@ -146,9 +146,7 @@ def block_masks(
     queries, columns = count * block_size, length + count * block_size
     static = _static(batch, length, count, block_size, kinds, document_ids.device)
 
-    begins = document_ids != document_ids.roll(1, dims=1)
-    document_start = (begins * static.index).cummax(dim=1).values  # the first token begins at 0 either way
-    start = document_start.gather(1, anchors.positions)  # [B, N] int32, as all that follows
+    start = document_starts(anchors, document_ids, static.index)  # [B, N] int32, as all that follows
     end = (anchors.positions * anchors.valid).int()  # of the context; 0 in an invalid slot, whose context is empty
 
     run_start, run_end = (x.index_select(1, static.blocks).unflatten(1, static.runs) for x in (start, end))

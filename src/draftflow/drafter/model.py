@@ -183,16 +183,9 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Mask | None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        return self.finish(x, self.attend(x, context, cos, sin, mask, cache))
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        """Rows [B, Q, H]; the rest as of `attend`."""
+        return self.finish(x, self.attend(x, *rest))
 
     def attend(
         self,
