@@ -180,11 +180,7 @@ class Draftflow(Trainer):
         step, batch = self._with_objective(setting), sample.batch
         for parameter in step.drafter.parameters():
             parameter.grad = None
-        features = self._features(sample, setting)
-        hidden = step._hidden(batch, features)
-        loss, correct, gradient = step._loss(batch, hidden, features)
-        torch.autograd.backward(hidden, gradient)
-        self.normalizer = step._statistics(batch, loss, correct)[1]
+        loss, self.normalizer = step.forward_backward(batch, self._features(sample, setting))[:2]
         return loss / self.normalizer
 
     def gradients(self) -> dict[str, Tensor]:
@@ -195,6 +191,7 @@ class Draftflow(Trainer):
         if not self.has_optimizer:
             for parameter in step.drafter.parameters():
                 parameter.data, parameter.grad = parameter.data.float(), None
+            step.forget()  # where the weights were
             step.optimizer, self.has_optimizer = Optimizer(step.drafter, self.hyper, self.case.dtype), True
         step.source = source or (lambda _: self._features(sample, setting))
         step.train(sample.batch, 0)

@@ -14,6 +14,8 @@ from draftflow.training.plan import Plan
 
 # Tokens that the target works on at a time: as few as keep the device busy.
 TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 4096}
+# Share of a GPU's free memory that features may be kept in; what trains is not there yet.
+MOST_OF_GPU = 0.25
 
 
 def row_shape(plan: Plan) -> tuple[int, int]:
@@ -59,7 +61,8 @@ class Colocated:
         extractor: `target.features.FeatureExtractor`, on `device`.
         plan: shapes.
         rows: number of rows of each split.
-        limit_gb: host memory for features, in 10^9 bytes.
+        limit_gb: memory for features, in 10^9 bytes: of a GPU where that leaves it most of what is free, or else of the
+            host.
         device: where features are wanted.
 
     Attributes:
@@ -83,29 +86,35 @@ class Colocated:
         row_bytes = self._row[0] * self._row[1] * self._dtype.itemsize
         self.capacity = min(sum(rows.values()), int(limit_gb * 1e9) // row_bytes)
         # One allocation: pinning memory is slow, and pages of ordinary memory are not taken before they are written.
-        self._kept = torch.empty(self.capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")
+        if device.type == "cuda" and self.capacity * row_bytes < MOST_OF_GPU * torch.cuda.mem_get_info(device)[0]:
+            self._kept = torch.empty(self.capacity, *self._row, dtype=self._dtype, device=device)
+        else:
+            self._kept = torch.empty(self.capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")
         self._place: dict[tuple[str, int], int] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
         """Features of a batch on the device, [B, S, taps * H], without gradient."""
-        features = torch.empty(len(batch.indices), *self._row, dtype=self._dtype, device=self.device)
-        new = []
-        for row, index in enumerate(batch.indices):
-            place = self._place.get((batch.split, index))
-            if place is None:
-                new.append(row)
-            else:
-                features[row].copy_(self._kept[place], non_blocking=True)
-        self.hits += len(batch.indices) - len(new)
+        places = [self._place.get((batch.split, index)) for index in batch.indices]
+        known = {row: place for row, place in enumerate(places) if place is not None}
+        new = [row for row, place in enumerate(places) if place is None]
+        self.hits += len(known)
         self.misses += len(new)
+        if not new and self._kept.device.type == self.device.type == "cuda":
+            return self._kept.index_select(0, self._on_device(list(known.values())))
+        features = torch.empty(len(batch.indices), *self._row, dtype=self._dtype, device=self.device)
+        for row, place in known.items():
+            features[row].copy_(self._kept[place], non_blocking=True)
         for start in range(0, len(new), self._group):
             self._compute(batch, new[start : start + self._group], features)
         return features
 
+    def _on_device(self, indices: list[int]) -> Tensor:
+        return torch.tensor(indices, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+
     def _compute(self, batch: Batch, rows: list[int], features: Tensor) -> None:
         """Write the features of some rows of the batch to their places in `features`, and keep them."""
         filled = rows + rows[-1:] * (self._group - len(rows))
-        pick = torch.tensor(filled, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
+        pick = self._on_device(filled)
         computed = self.extractor(batch.input_ids[pick], batch.host_document_ids[filled], batch.position_ids[pick])
         for row, values in zip(rows, computed, strict=False):
             features[row].copy_(values)

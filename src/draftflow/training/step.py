@@ -5,7 +5,8 @@
     there -> clip -> AdamW or Muon
 
 Everything that is compiled has the static shapes of the plan. The number of supervised rows changes from batch to
-batch; what works on them (the loss) is not compiled. Nothing here waits for the device.
+batch; what works on them (the loss) is not compiled. Nothing here waits for the device. On a GPU that is faster than
+its host, the drafter's forward and backward are recorded in the second step and replayed from then on (`captured.py`).
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from draftflow.drafter.mask import layer_masks
 from draftflow.drafter.model import Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.target.load import Target
+from draftflow.training.captured import Captured, worth_capturing
 from draftflow.training.data import Batch
 from draftflow.training.optimizer import Hyperparameters, Optimizer
 from draftflow.training.plan import Plan
@@ -64,6 +66,9 @@ class Step:
         self.mark: Callable[[str], None] = lambda part: None
         self.group: dist.ProcessGroup | None = None
         self._reducing: list[dist.Work] = []
+        self._taps = self.drafter.fc.weight.shape[1]  # of the features, what the drafter reads
+        self._trained = False
+        self._captured: Captured | None = None
         for parameter in self.drafter.parameters():
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
@@ -80,13 +85,7 @@ class Step:
         """
         features = self.source(batch)
         self.mark("features")
-        hidden = self._hidden(batch, features)
-        self.mark("forward")
-        loss, correct, gradient = self._loss(batch, hidden, features)
-        self.mark("loss")
-        torch.autograd.backward(hidden, gradient)
-        statistics = self._statistics(batch, loss, correct)
-        self.mark("backward")
+        statistics = self.forward_backward(batch, features)
         self._sum_over_ranks(statistics)
         for work in self._reducing:
             work.wait()
@@ -96,13 +95,36 @@ class Step:
         self.mark("optimizer")
         return torch.cat([statistics, norm[None]])
 
+    def forward_backward(self, batch: Batch, features: Tensor) -> Tensor:
+        """Gradients of a batch and its features, and statistics [2 + 2 * (Bk - 1)] as of `train`, of this rank."""
+        if self._captured is None and self._trained and worth_capturing(self.plan):
+            parameters = list(self.drafter.parameters())
+            self._captured = Captured(self._hidden, parameters, batch, features[..., : self._taps])
+        self._trained = True
+        forward = self._hidden if self._captured is None else self._captured.forward
+        hidden = forward(batch, features[..., : self._taps])
+        self.mark("forward")
+        loss, correct, gradient = self._loss(batch, hidden, features, differentiate=True)
+        assert gradient is not None
+        self.mark("loss")
+        if self._captured is None:
+            hidden.backward(torch.zeros_like(hidden).index_copy_(0, batch.supervised, gradient))
+        else:
+            self._captured.backward(batch.supervised, gradient)
+            for parameter in self.drafter.parameters():
+                self._reduce(parameter)
+        statistics = self._statistics(batch, loss, correct)
+        self.mark("backward")
+        return statistics
+
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> Tensor:
         """Statistics [2 + 2 * (Bk - 1)] of batches (on the host), on the device, summed over all ranks."""
         total = torch.zeros(self.statistics, device=self.device)
         for batch in (batch.to(self.device) for batch in batches):
             features = self.source(batch)
-            loss, correct, _ = self._loss(batch, self._hidden(batch, features), features)
+            hidden = self._hidden(batch, features[..., : self._taps])
+            loss, correct, _ = self._loss(batch, hidden, features, differentiate=False)
             total += self._statistics(batch, loss, correct)
         self._sum_over_ranks(total)
         self.mark("evaluation")
@@ -111,14 +133,16 @@ class Step:
     def _hidden(self, batch: Batch, features: Tensor) -> Tensor:
         """Hidden states of all proposals, [B * N * (Bk - 1), H]."""
         masks = layer_masks(batch.anchors, batch.document_ids, self.drafter.shape, features.dtype)
-        embed_weight, taps = self.target.embed_weight, self.drafter.fc.weight.shape[1]
+        embed_weight = self.target.embed_weight
         embeddings = F.embedding(batch.anchor_tokens, embed_weight), embed_weight[self.drafter.shape.mask_token_id]
-        hidden = self.drafter(features[..., :taps], *embeddings, batch.position_ids, batch.block_positions, *masks)
+        hidden = self.drafter(features, *embeddings, batch.position_ids, batch.block_positions, *masks)
         return hidden.flatten(0, 1)
 
-    def _loss(self, batch: Batch, hidden: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sum of the weighted losses; [M] bool, where the drafter's first choice is right; the gradient of `hidden`,
-        where that has one: 0 where the loss does not look."""
+    def _loss(
+        self, batch: Batch, hidden: Tensor, features: Tensor, differentiate: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sum of the weighted losses; [M] bool, where the drafter's first choice is right; [M, H], the gradient of the
+        supervised rows of `hidden`, if it is asked for: the others have none."""
         weights, dpace, teacher = batch.weights, None, None
         if self.objective.kind == "dpace":
             dpace = Dpace(batch.offsets, self.objective.alpha, self.plan.block_size)
@@ -127,18 +151,16 @@ class Step:
             teacher = self._teacher(batch, features)
         supervised = hidden.detach().index_select(0, batch.supervised)
         arguments = (supervised, self.target.head_weight, batch.labels, weights, batch.chunks, dpace, teacher)
-        loss, correct, _, of_supervised = head_loss_and_gradient(
-            *arguments, differentiate=hidden.requires_grad, capacity=min(self.plan.loss_chunk, len(hidden))
+        loss, correct, _, gradient = head_loss_and_gradient(
+            *arguments, differentiate=differentiate, capacity=min(self.plan.loss_chunk, len(hidden))
         )
-        if of_supervised is None:
-            return loss, correct, None
-        return loss, correct, torch.zeros_like(hidden).index_copy_(0, batch.supervised, of_supervised)
+        return loss, correct, gradient
 
     def _teacher(self, batch: Batch, features: Tensor) -> Tensor:
         """[M, H], what the target's head reads at the token before each supervised position; behind the tapped ones."""
         block = batch.supervised // (self.plan.block_size - 1)
         before = batch.anchors.positions.flatten()[block] + batch.offsets - 1
-        last = features[..., self.drafter.fc.weight.shape[1] :].flatten(0, 1)
+        last = features[..., self._taps :].flatten(0, 1)
         return last.index_select(0, block // self.plan.anchors * self.plan.row_length + before)
 
     def _statistics(self, batch: Batch, loss: Tensor, correct: Tensor) -> Tensor:
@@ -148,8 +170,12 @@ class Step:
         normalizer = counts[1, 1] if self.objective.kind == "dpace" else batch.weights.sum()
         return torch.cat([torch.stack([loss, normalizer]), counts[:, 1:].flatten()])
 
+    def forget(self) -> None:
+        """Give back what was recorded; needed where parameters have moved."""
+        self._captured, self._trained = None, False
+
     def _reduce(self, parameter: Tensor) -> None:
-        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before."""
+        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before if it is launched."""
         if dist.is_initialized() and dist.get_world_size(self.group) > 1:
             work = dist.all_reduce(parameter.grad, group=self.group, async_op=True)
             assert work is not None
