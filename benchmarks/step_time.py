@@ -98,7 +98,7 @@ def case_table(case: Mapping[str, Any], ceiling: float) -> str:
                 number(train and tokens / (train * 1e-3), ",.0f"),
                 number(found.get("train_peak_bytes"), ".1f", 2**30),
                 spread(found.get("target_ms")),
-                number(found.get("first_call_s")),
+                number(found.get("first_call_s")) + (" (cached)" if found.get("first_call_hits") else ""),
             ]
         )
     head = [

@@ -26,6 +26,7 @@ import torch
 import transformers
 from targets import SHAPES, random_target
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from trainers import TRAINERS, Case, Sample, Trainer, make_samples
@@ -378,11 +379,12 @@ class Measurement:
         return self.budget.attempt(what, lambda: measure(contestant, found), KEPT_FOR_THE_REST)
 
     def _first_calls(self, contestant: Contestant, found: dict[str, Any]) -> None:
-        start = time.perf_counter()
+        start, hits = time.perf_counter(), counters["inductor"]["fxgraph_cache_hit"]
         loss = contestant.forward_backward()
         synchronize(self.device)
         found["loss"] = round(loss.item(), 4)
         found["first_call_s"] = round(time.perf_counter() - start, 3)
+        found["first_call_hits"] = counters["inductor"]["fxgraph_cache_hit"] - hits
         for _ in range(self.options.warm_up):
             contestant.forward_backward()
         with self._peak(contestant, found, "peak_bytes"):

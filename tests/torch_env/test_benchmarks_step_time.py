@@ -211,7 +211,8 @@ def test_the_tables_say_what_was_measured():
         "trainers": {
             "draftflow": {
                 **{"ms": [110.0, 100.0, 90.0], "train_ms": [125.0], "target_ms": [150.0]},
-                **{"peak_bytes": 12 * 2**30, "train_peak_bytes": 20 * 2**30, "first_call_s": 20.0},
+                **{"peak_bytes": 12 * 2**30, "train_peak_bytes": 20 * 2**30},
+                **{"first_call_s": 20.0, "first_call_hits": 2},
             },
             "peer": {"ms": [150.0], "optimizer_error": "OutOfMemoryError: no room"},
             "other": {"error": "out of time"},
@@ -234,7 +235,7 @@ def test_the_tables_say_what_was_measured():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert rows[2] == [
         *("draftflow", "100.0 (90.0-110.0)", "1.00", "50", "12.0", "125.0 (125.0-125.0)", "16,000", "20.0"),
-        *("150.0 (150.0-150.0)", "20.0"),
+        *("150.0 (150.0-150.0)", "20.0 (cached)"),
     ]
     assert rows[3] == ["peer", "150.0 (150.0-150.0)", "1.50", "33", "", "OutOfMemoryError: no room", "", "", "", ""]
     assert rows[4][:3] == ["other", "out of time", ""]
