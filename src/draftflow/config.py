@@ -267,8 +267,10 @@ class Training(Block):
     loss_decay: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto", description="gamma of the loss weights exp(-(k-1)/gamma). auto: 4, 5, 7 at block size 8, 10, 16."
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Compute precision; master weights are fp32. auto: bf16 on GPUs, fp32 on CPUs."
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = Field(
+        "auto",
+        description="Compute precision; master weights are fp32. auto: bf16 on GPUs, fp32 on CPUs.\n"
+        "fp8: bf16, and the drafter's linear layers multiply in float8; needs GPUs of compute capability 8.9 or more.",
     )
     evaluate_every: int = Field(50, ge=1, description="Steps between evaluations on the held-out rows.")
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints; SIGTERM writes one as well.")

@@ -18,7 +18,7 @@ from draftflow.config import Config
 from draftflow.environment import builds, lock
 from draftflow.errors import DraftflowError
 from draftflow.training.devices import Devices, check_depth, require_same_on_all_hosts, resolve_devices
-from draftflow.training.plan import check_rows
+from draftflow.training.plan import check_precision, check_rows
 
 RESULTS = Path("results")
 
@@ -322,7 +322,14 @@ class Workflow:
             "devices": asdict(devices),
         }
         check_rows(settings, devices.kind, devices.count)
+        check_precision(training.precision, devices.kind, self._drafter_gpus)
         return settings
+
+    @property
+    def _drafter_gpus(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and compute capability of the GPUs that train, if they are of this machine."""
+        ids = () if self.devices.allotted else self.devices.ids
+        return [(gpu.name, gpu.capability) for gpu in self.gpus if self.devices.kind == "cuda" and gpu.index in ids]
 
     @cached_property
     def training_settings(self) -> dict[str, Any]:

@@ -203,6 +203,7 @@ def drafter_checks(folder: Path, target_folder: Path, row: dict[str, Tensor], pl
     found = [reference_check(folder, drafter, target, features, row)]
     prepare_inductor(device)
     drafter.compile_layers()
+    drafter.use_float8(plan.float8)
     precision = getattr(torch, plan.precision)
     drafter.to(precision)  # as in training, or its compiled code is not that of training
     embed_weight, batch = target.embed_weight.to(precision), (plan.rows, plan.anchors)

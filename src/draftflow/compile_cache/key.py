@@ -18,6 +18,7 @@ COMPILED = (
     "drafter/attention.py",
     "drafter/block_attention.py",
     "drafter/block_attention_kernels.py",
+    "drafter/float8.py",
     "drafter/loss.py",
     "drafter/mask.py",
     "drafter/model.py",

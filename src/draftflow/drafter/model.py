@@ -10,7 +10,8 @@ In training there is less to compute in the first and in the last layer. Before 
 first layer are all the same row, which is projected once. And slot 0 of a block, the anchor, proposes nothing: what
 comes after attention in the last layer is computed for the other slots alone.
 
-Weights stay fp32; everything is computed in the dtype of the features, each weight cast where it is used.
+Weights stay fp32; everything is computed in the dtype of the features, each weight cast where it is used; in training
+the products of the linear layers may be float8 (`float8.py`).
 """
 
 from collections.abc import Callable
@@ -22,20 +23,27 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftflow.drafter import float8
 from draftflow.drafter.attention import attend, attend_from_block
 from draftflow.drafter.mask import Mask, draft_mask
 from draftflow.drafter.shape import DrafterShape
 
 
 class Linear(nn.Module):
-    """Without bias; the weight is cast to the dtype of the input, so that its gradient comes out in its own."""
+    """Without bias; the weight is cast to the dtype of the input, so that its gradient comes out in its own.
+
+    Attributes:
+        float8: multiply in float8, see `float8.py`.
+    """
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.float8 = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        weight = self.weight.to(x.dtype)
+        return float8.linear(x, weight) if self.float8 else F.linear(x, weight)
 
 
 class RMSNorm(nn.Module):
@@ -230,8 +238,8 @@ def proposals(x: Tensor, block_size: int) -> Tensor:
 # The parts of the forward as functions of their modules, so that the compiled form of one serves every layer.
 
 
-def run_norm(norm: RMSNorm, x: Tensor) -> Tensor:
-    return norm(x)
+def run_context(fc: Linear, norm: RMSNorm, features: Tensor) -> Tensor:
+    return norm(fc(features))
 
 
 def run_layer(layer: Layer, x: Tensor, context: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
@@ -257,7 +265,7 @@ def run_only_layer(layer: Layer, norm: RMSNorm, rows: Tensor, block_size: int, *
 class Runs(NamedTuple):
     """The functions above, compiled or, by default, as they are."""
 
-    norm: Callable[..., Tensor] = run_norm
+    context: Callable[..., Tensor] = run_context
     layer: Callable[..., Tensor] = run_layer
     first_layer: Callable[..., Tensor] = run_first_layer
     last_layer: Callable[..., Tensor] = run_last_layer
@@ -305,11 +313,16 @@ class Drafter(nn.Module):
 
         Graphs depend on shapes, dtype, device and on whether gradients are taken, on no number of a layer and on no
         content of a mask: with fixed shapes each is compiled once for training and once for evaluation. All layers
-        share one. Where the first and the last are `apart`, they have one each, as has the norm of the context. A
-        drafter with both full and sliding layers has graphs for each kind under BlockMasks, whose predicates are
-        compiled in.
+        share one. Where the first and the last are `apart`, they have one each, as has the context. A drafter with
+        both full and sliding layers has graphs for each kind under BlockMasks, whose predicates are compiled in.
         """
         self._run = Runs(*(torch.compile(run, dynamic=False, fullgraph=True) for run in EAGER))
+
+    def use_float8(self, on: bool = True) -> None:
+        """Have the linear layers multiply in float8, all but those of which a side is no multiple of 16."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.float8 = on and not any(side % float8.MULTIPLE for side in module.weight.shape)
 
     def forward(
         self,
@@ -342,10 +355,10 @@ class Drafter(nn.Module):
         rows = torch.cat([anchor_embeddings, mask_embedding.expand(len(features), 1, -1)], dim=1)
         rows = rows.to(features.dtype).detach()
         cos, sin = self.rope(torch.cat([context_positions, block_positions], dim=1), features.dtype)
-        context = self.fc(features)
         if features.is_cuda if self.apart is None else self.apart:
-            return self._forward_apart(rows, self._run.norm(self.hidden_norm, context), cos, sin, masks)
-        context = self.hidden_norm(context)
+            context = self._run.context(self.fc, self.hidden_norm, features)
+            return self._forward_apart(rows, context, cos, sin, masks)
+        context = run_context(self.fc, self.hidden_norm, features)
         # Later layers get an x that needs a gradient. A first layer whose x needs none would be a second graph.
         x = spread(rows, self.shape.block_size).requires_grad_(torch.is_grad_enabled())
         for layer, one in zip(self.layers, masks, strict=True):

@@ -49,6 +49,11 @@ class Gpu:
     driver: str
     compute_capability: str
 
+    @property
+    def capability(self) -> tuple[int, ...]:
+        """The compute capability in numbers; none where nvidia-smi does not say it."""
+        return _numbers(self.compute_capability)
+
 
 def detect_gpus() -> list[Gpu]:
     """The GPUs of this machine, [] where there is none.

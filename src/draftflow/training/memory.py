@@ -40,6 +40,9 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
     layer = width * (
         blocks * (6 * hidden + 4 * queries + 4 * middle) + (blocks + context) * 6 * keys + 2 * context * hidden
     )
+    # bytes of what is multiplied in float8, both ways round: weights and inputs, which are kept, and gradients
+    float8 = 2 * (weights + shape["layers"] * (blocks * (2 * hidden + queries + middle) + context * hidden))
+    float8 += 2 * context * len(shape["target_layer_ids"]) * hidden + 2 * blocks * max(middle, hidden, queries)
     parts = {
         "target_weights": target_bytes,
         # fp32 weights and two moments; gradients, and the weights themselves, in the precision of the products
@@ -50,6 +53,7 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
         "activations": shape["layers"] * layer + 4 * context * hidden * width,
         # gradients of one layer's tensors while it is gone through backward
         "backward": 2 * layer,
+        "float8": float8 if plan.float8 else 0,
         # logits of a chunk, and the target's for its distribution; hidden states, their gradient and the target's
         "loss": min(plan.loss_chunk, blocks) * shape["vocab_size"] * width * (2 if plan.loss == "kl" else 1)
         + 4 * blocks * hidden * (width + 4),

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,9 @@ CUDA_TILE = 128
 # busy, on a CPU little enough for its memory.
 CHUNK_BYTES = {"cpu": 96 * 2**20, "cuda": 640 * 2**20}
 CHUNK_ROWS = {"cpu": 32, "cuda": 256}
+
+# The least compute capability of a GPU that multiplies float8
+FLOAT8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Plan:
         loss_chunk: rows of the draft blocks whose logits are held at a time.
         drafter: the fields of the drafter's shape.
         loss, optimizer: as in the configuration; they have kernels of their own.
+        float8: whether the drafter's linear layers multiply in float8; all else is as `precision` says.
     """
 
     device_kind: Literal["cpu", "cuda"]
@@ -45,6 +49,7 @@ class Plan:
     drafter: dict[str, Any]
     loss: Literal["decay", "dpace", "kl"] = "decay"
     optimizer: Literal["adamw", "muon"] = "adamw"
+    float8: bool = False
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -74,6 +79,31 @@ def check_rows(settings: Mapping[str, Any], device_kind: str, world_size: int) -
         )
 
 
+def check_precision(precision: str, device_kind: str, gpus: Iterable[tuple[str, tuple[int, ...]]] = ()) -> None:
+    """Refuse float8 products on devices that have none.
+
+    Args:
+        precision: `training.precision`.
+        device_kind: `cpu` or `cuda`.
+        gpus: name and compute capability of the GPUs that are known.
+
+    Raises:
+        DraftflowError: `fp8` is asked for on a CPU or an older GPU.
+    """
+    if precision != "fp8":
+        return
+    without = ["the CPU"] if device_kind == "cpu" else []
+    for name, capability in gpus:
+        if capability and capability < FLOAT8_CAPABILITY:
+            without.append(f"{name} (compute capability {'.'.join(map(str, capability))})")
+    if without:
+        raise DraftflowError(
+            f"There are no fast float8 products on {without[0]}.",
+            "Use bf16 or auto, or GPUs of compute capability 8.9 or more.",
+            "config key training.precision",
+        )
+
+
 def make_plan(
     shape: Mapping[str, Any], settings: Mapping[str, Any], device_kind: Literal["cpu", "cuda"], world_size: int
 ) -> Plan:
@@ -87,10 +117,12 @@ def make_plan(
         world_size: number of devices.
 
     Raises:
-        DraftflowError: the rows do not divide among the devices, or the row is not a multiple of a GPU's tile.
+        DraftflowError: the rows do not divide among the devices, the row is not a multiple of a GPU's tile, or the
+            devices do not have the precision.
     """
     check_rows(settings, device_kind, world_size)
-    bf16 = settings["precision"] == "bf16" or (settings["precision"] == "auto" and device_kind == "cuda")
+    check_precision(settings["precision"], device_kind)
+    bf16 = settings["precision"] in ("bf16", "fp8") or (settings["precision"] == "auto" and device_kind == "cuda")
     rows_of_logits = CHUNK_BYTES[device_kind] // ((2 if bf16 else 4) * shape["vocab_size"])
     multiple = CHUNK_ROWS[device_kind]
     return Plan(
@@ -104,6 +136,7 @@ def make_plan(
         drafter=json.loads(json.dumps(shape)),
         loss=settings.get("loss", "decay"),
         optimizer=settings.get("optimizer", "adamw"),
+        float8=settings["precision"] == "fp8",
     )
 
 

@@ -17,7 +17,7 @@ from draftflow.target.load import Target, load_target
 from draftflow.training.data import Batches, Rows
 from draftflow.training.features import Colocated, Source
 from draftflow.training.optimizer import Hyperparameters
-from draftflow.training.plan import Plan
+from draftflow.training.plan import Plan, check_precision
 from draftflow.training.step import Step
 
 
@@ -70,10 +70,17 @@ def make_process(
 
 
 def use_device(plan: Plan) -> torch.device:
-    """The device of this process; on the CPU, its share of the cores."""
+    """The device of this process; on the CPU, its share of the cores.
+
+    Raises:
+        DraftflowError: it does not have the float8 products of the plan.
+    """
     if plan.device_kind == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    return torch.device("cuda:0" if plan.device_kind == "cuda" else "cpu")
+        return torch.device("cpu")
+    if plan.float8:
+        check_precision("fp8", "cuda", [(torch.cuda.get_device_name(), torch.cuda.get_device_capability())])
+    return torch.device("cuda:0")
 
 
 def make_batches(plan: Plan, hyper: Hyperparameters, rows: tuple[Rows, Rows], rank: int, world_size: int) -> Batches:

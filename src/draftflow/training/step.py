@@ -61,6 +61,7 @@ class Step:
         self.objective = hyper.objective
         self.drafter = Drafter(shape, torch.Generator().manual_seed(hyper.seed)).to(device)
         self.drafter.compile_layers()
+        self.drafter.use_float8(plan.float8)
         self.optimizer = Optimizer(self.drafter, hyper, getattr(torch, plan.precision))
         self.statistics = SUMS + 2 * (plan.block_size - 1)
         self.mark: Callable[[str], None] = lambda part: None
