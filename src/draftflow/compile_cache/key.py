@@ -19,6 +19,7 @@ COMPILED = (
     "drafter/block_attention.py",
     "drafter/block_attention_kernels.py",
     "drafter/float8.py",
+    "drafter/float8_kernels.py",
     "drafter/loss.py",
     "drafter/mask.py",
     "drafter/model.py",
