@@ -15,9 +15,11 @@ from draftflow.drafter.block_attention import intervals  # noqa: E402
 from draftflow.drafter.mask import block_mask  # noqa: E402
 from draftflow.drafter.model import Drafter  # noqa: E402
 from draftflow.drafter.shape import DrafterShape  # noqa: E402
+from draftflow.training.plan import FLOAT8_CAPABILITY  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
+FITS_FLOAT8 = torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
 LENGTH = 384
 SHAPE = DrafterShape(
     hidden_size=192,
@@ -64,8 +66,13 @@ def inputs():
     return embedding, features, {name: value.to("cuda") for name, value in row.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # flex_attention, and kernels of our own
-def test_the_compiled_mask_leaks_nothing(drafter, inputs, dtype):
+FLOAT8 = pytest.param(torch.bfloat16, True, marks=pytest.mark.skipif(not FITS_FLOAT8, reason="needs float8 products"))
+
+
+# flex_attention, and kernels of our own
+@pytest.mark.parametrize(("dtype", "in_float8"), [(torch.float32, False), (torch.bfloat16, False), FLOAT8])
+def test_the_compiled_mask_leaks_nothing(drafter, inputs, dtype, in_float8):
+    drafter.use_float8(in_float8)
     embedding, features, row = inputs
     assert {check.check: check.passed for check in mask_checks(drafter, embedding, features.to(dtype), row)} == {
         "mask_leak": True,

@@ -1,6 +1,7 @@
 """The checks that load a drafter, each against a sound one and against a planted failure. Tiny random target."""
 
 import json
+from copy import deepcopy
 
 import pytest
 
@@ -231,6 +232,14 @@ def sees_no_context(mask, anchors, document_ids, size):
 
 def test_the_mask_of_training_leaks_nothing(drafter, target, features, row):
     assert mask_outcomes(drafter, target, features, row, None) == {"mask_leak": True, "mask_reach": True}
+
+
+def test_in_float8_nothing_leaks_either(drafter, target, features, row):
+    """One scale for all rows would make the rounding of what a block sees depend on what it must not see."""
+    in_float8 = deepcopy(drafter)
+    in_float8.use_float8()
+    assert in_float8.fc.float8
+    assert mask_outcomes(in_float8, target, features, row, None) == {"mask_leak": True, "mask_reach": True}
 
 
 @pytest.mark.parametrize("fault", [sees_anchor, sees_other_blocks, sees_other_documents])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from draftflow.training.memory import dense_scores_bytes, drafter_parameters, step_bound
@@ -27,6 +29,9 @@ def test_the_bound_is_the_sum_of_its_parts_and_grows_with_what_a_step_holds():
     assert bound.pop("total") == sum(bound.values())
     assert bound["target_weights"] == 1000
     assert bound["drafter_weights"] == (4 + 4 + 4 + 2 + 2) * drafter_parameters(QWEN3_8B)
+    assert bound["float8"] == 0
+    in_float8 = step_bound(replace(PLAN, float8=True), 1000)
+    assert in_float8["float8"] > 2 * drafter_parameters(QWEN3_8B)
     longer = step_bound(Plan("cuda", "bfloat16", 1, 6144, 512, 16, 1760, QWEN3_8B), 1000)
     assert longer["features"] == 2 * bound["features"]
 

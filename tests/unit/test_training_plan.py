@@ -1,7 +1,7 @@
 import pytest
 
 from draftflow.errors import DraftflowError
-from draftflow.training.plan import make_plan, plan_differences, plan_id
+from draftflow.training.plan import check_precision, make_plan, plan_differences, plan_id
 
 SHAPE = {"block_size": 8, "vocab_size": 49152, "target_layer_ids": (1, 7)}
 SETTINGS = {"row_length": 256, "rows_per_step": 8, "anchors_per_row": 32, "precision": "auto"}
@@ -26,6 +26,23 @@ def test_rows_are_shared_among_the_devices():
 )
 def test_precision_follows_the_device_unless_it_is_set(kind, precision, expected):
     assert plan(kind, precision=precision).precision == expected
+
+
+def test_float8_is_bf16_with_other_products():
+    found = plan("cuda", precision="fp8")
+    assert (found.precision, found.float8) == ("bfloat16", True)
+    assert plan_id(found) != plan_id(plan("cuda", precision="bf16"))
+    assert found.loss_chunk == plan("cuda", precision="bf16").loss_chunk
+
+
+def test_float8_is_refused_where_the_device_has_no_such_products():
+    with pytest.raises(DraftflowError, match=r"training.precision: .*float8 products on the CPU.*bf16"):
+        plan("cpu", precision="fp8")
+    gpus = [("NVIDIA H200", (9, 0)), ("NVIDIA A100", (8, 0))]
+    with pytest.raises(DraftflowError, match=r"training.precision: .*A100 \(compute capability 8.0\).*8.9 or more"):
+        check_precision("fp8", "cuda", gpus)
+    check_precision("fp8", "cuda", [("NVIDIA L40", (8, 9)), ("NVIDIA B200", (10, 0)), ("unknown", ())])
+    check_precision("bf16", "cuda", gpus)
 
 
 def test_rows_that_do_not_divide_are_refused():

@@ -27,6 +27,7 @@ def refused(project, *arguments):
         ({"training": "{devices: 'cpu:0'}"}, ["training.devices", "zero devices"]),
         ({"training": "{devices: [7]}"}, ["training.devices", "GPU 7 does not exist", "cpu"]),
         ({"training": "{devices: tpu}"}, ["training.devices", "'tpu' names no devices"]),
+        ({"training": "{devices: cpu, precision: fp8}"}, ["training.precision", "float8 products on the CPU", "bf16"]),
         ({"training": "{devices: 'cpu:3'}"}, ["training.rows_per_step", "3 devices", "multiple of 3"]),
         ({"training": "{devices: {target: cpu, drafter: [7]}}"}, ["training.devices", "One role is on GPUs"]),
         ({"torch": "{version: 2.13.0, build: cu128, index: pypi}"}, ["2.13.0 as cu128", "cu130", "2.10"]),
