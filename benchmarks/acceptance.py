@@ -337,10 +337,12 @@ def curve_table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     for variant, run in found["variants"].items():
         for entry in run["marks"]:
             lengths = [_length(entry[way], name) for way in ("replay", "generated") for name in SETS]
-            rows.append([variant, f"{entry['seconds']:.0f}", f"{entry['steps']}", *lengths])
+            loss = number(entry.get("held_out_loss"), ".3f")
+            rows.append([variant, f"{entry['seconds']:.0f}", f"{entry['steps']}", loss, *lengths])
     prompts = {name: _prompts(found, name) for name in SETS}
     head = [f"{label} ({prompts[name]})" for name, label in SETS.items()]
-    return ["trainer", "training, s", "steps", *head, *(f"{label}, z-lab's generator" for label in SETS.values())], rows
+    head = ["trainer", "training, s", "steps", "held-out loss", *head]
+    return [*head, *(f"{label}, z-lab's generator" for label in SETS.values())], rows
 
 
 def _prompts(found: Mapping[str, Any], name: str) -> int:

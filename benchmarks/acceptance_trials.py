@@ -43,6 +43,7 @@ from draftflow.training.features import Colocated
 from draftflow.training.optimizer import Hyperparameters
 from draftflow.training.plan import CUDA_TILE, Plan, plan_of_run
 from draftflow.training.process import make_process, peak_memory_bytes
+from draftflow.training.step import read_statistics
 
 WARM_UP, TIMED = 3, 10  # steps on other data before the clock starts; of the timed ones the length of the run is judged
 MOST_WARM_UP = 100  # steps over which the learning rate rises, if 4 % of the run are more
@@ -57,7 +58,7 @@ class Variant:
     Attributes:
         text: as it was given.
         trainer: `draftflow` or `specforge`.
-        loss, optimizer: of ours.
+        loss, optimizer, precision: of ours.
         learning_rate: at its highest.
         warmup: steps over which it rises; None is 4 % of the run, 100 at most.
         steps: over which it falls; None is as many as the run is expected to have.
@@ -67,6 +68,7 @@ class Variant:
     trainer: Literal["draftflow", "specforge"]
     loss: Literal["decay", "dpace", "kl"] = "decay"
     optimizer: Literal["adamw", "muon"] = "adamw"
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     learning_rate: float = trainers.LEARNING_RATE
     warmup: int | None = None
     steps: int | None = None
@@ -86,6 +88,7 @@ class Variant:
                 cast(Any, trainer),
                 cast(Any, given.pop("loss", "decay")),
                 cast(Any, given.pop("optimizer", "adamw")),
+                cast(Any, given.pop("precision", "auto")),
                 float(given.pop("lr", trainers.LEARNING_RATE)),
                 int(given.pop("warmup")) if "warmup" in given else None,
                 int(given.pop("steps")) if "steps" in given else None,
@@ -93,15 +96,17 @@ class Variant:
         except ValueError:
             found, given = None, {"": ""}
         known = found is not None and (
-            found.loss in ("decay", "dpace", "kl") and found.optimizer in ("adamw", "muon")
+            found.loss in ("decay", "dpace", "kl")
+            and found.optimizer in ("adamw", "muon")
+            and found.precision in ("auto", "fp32", "bf16", "fp8")
             if trainer == "draftflow"
-            else trainer == "specforge" and (found.loss, found.optimizer) == ("decay", "adamw")
+            else trainer == "specforge" and (found.loss, found.optimizer, found.precision) == ("decay", "adamw", "auto")
         )
         if given or found is None or not known:
             raise DraftflowError(
                 f"{text!r} is not a trainer and its settings.",
                 "Write draftflow or specforge, and after commas lr=, warmup=, steps=; of draftflow also "
-                "loss=decay|dpace|kl and optimizer=adamw|muon.",
+                "loss=decay|dpace|kl, optimizer=adamw|muon and precision=auto|fp32|bf16|fp8.",
                 "--variant",
             )
         return found
@@ -139,6 +144,7 @@ class Job:
     def plan(self, variant: Variant) -> tuple[DrafterShape, Plan]:
         kind = self.device.type
         settings = {**self.settings["step"], "loss": variant.loss, "optimizer": variant.optimizer}
+        settings["precision"] = variant.precision
         return plan_of_run(settings, self.target, cast(Any, kind), 1)
 
     def late(self) -> bool:
@@ -187,6 +193,10 @@ class Worker(ABC):
     def load(self, state: dict[str, Any]) -> None:
         """Continue from what `state` gave, after `begin`."""
 
+    def held_out_loss(self) -> float | None:
+        """Of its own kind, on all rows that are held out, in its precision; None if the trainer does not say."""
+        return None
+
     def facts(self) -> dict[str, Any]:
         """What else there is to say at the end of a run."""
         return {}
@@ -234,6 +244,7 @@ class Draftflow(Worker):
         optimizer = self.process.step.optimizer
         self.load(self.first)
         optimizer.hyper = replace(optimizer.hyper, steps=steps, warmup=warmup / steps)
+        self.held_out_loss()  # compiles
         self.guard.seal()
 
     def step(self, number: int) -> None:
@@ -250,6 +261,13 @@ class Draftflow(Worker):
     def load(self, state: dict[str, Any]) -> None:
         self.process.step.optimizer.load_weights(state["weights"])
         self.process.step.optimizer.load(state["state"])
+
+    def held_out_loss(self) -> float:
+        step = self.process.step
+        source, step.source = step.source, self._features  # keeps none, so that no row of the dataset goes for it
+        loss, _ = read_statistics(step.evaluate(self.batches.held_out()))
+        step.source = source
+        return loss
 
     def facts(self) -> dict[str, Any]:
         source = self.process.source
@@ -373,7 +391,7 @@ def expected_steps(seconds: float, epoch: int, first: float, again: float, kept:
 
 
 def train(job: Job, variant: Variant, started: float) -> None:
-    """Train by the clock, and keep the weights of the given seconds; the clock stands while they are written."""
+    """Train by the clock, and keep weights and loss of the given seconds; the clock stands meanwhile."""
     folder, marks = job.run_folder(variant.text), job.settings["at"]
     worker = make_worker(job, variant)
     other = other_data(job, worker)
@@ -407,7 +425,8 @@ def train(job: Job, variant: Variant, started: float) -> None:
             run["done"] = number
             if seconds >= mark:
                 keep(worker, folder / f"at-{mark:g}")
-                run["marks"].append({"mark": mark, "seconds": round(before, 2), "steps": number})
+                entry = {"mark": mark, "seconds": round(before, 2), "steps": number}
+                run["marks"].append({**entry, "held_out_loss": worker.held_out_loss()})
                 say(f"{variant.text}: {number} steps in {before:.1f} s")
             run |= {"memory": peak_memory_bytes(job.device), **worker.facts()}
             torch.save({"run": run, "worker": worker.state()}, saved.with_name(".state.pt"))

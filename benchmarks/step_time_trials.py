@@ -302,7 +302,7 @@ class Measurement:
         """Measure all contestants, or those named in `only`: alone, then in turn."""
         contestants: list[Contestant] = []
         for kind in TRAINERS:
-            settings = [setting for setting in kind.settings if only is None or name_of(kind, setting) in only]
+            settings = [name for name in kind.settings_on(self.device) if only is None or name_of(kind, name) in only]
             if kind.name in self.options.trainers and settings:
                 contestants += self._alone(kind, settings, optimizer)
         reason = self._in_turn(contestants)
@@ -486,7 +486,7 @@ def profile_case(measurement: Measurement, results: dict[str, Any]) -> None:
     for kind in TRAINERS:
         if kind.name not in measurement.options.trainers or kind.name == "speculators":
             continue
-        for setting in kind.settings:
+        for setting in kind.settings_on(measurement.device):
             for method, what in (("forward_backward", "forward and backward"), ("train", "step")):
                 found: dict[str, Any] = {}
                 name = f"{measurement.what}: {name_of(kind, setting)}, {what}"

@@ -3,7 +3,8 @@
 Each takes its own way as its maintainers' training loop takes it on one device, with its own precision, compilation and
 AdamW:
 
-    draftflow     training.step.Step: bf16 weights, fp32 master weights in its optimizer
+    draftflow     training.step.Step: bf16 weights, fp32 master weights in its optimizer; in `fp8` its linear layers are
+                  float8, where the device has that
     SpecForge     OnlineDFlashModel: the same; the loss over all blocks at once, or in chunks of 128 blocks, which
                   computes the logits twice and keeps few of them
     speculators   DFlashDraftModel: fp32 weights under autocast, compiled as a whole; its fused losses. The labels are
@@ -32,7 +33,7 @@ from draftflow.drafter.shape import DrafterShape
 from draftflow.target.load import Target
 from draftflow.training.data import Batch, Batches, Rows
 from draftflow.training.optimizer import Hyperparameters, Optimizer
-from draftflow.training.plan import Plan
+from draftflow.training.plan import FLOAT8_CAPABILITY, Plan
 from draftflow.training.step import Step
 
 LEARNING_RATE, CLIP_NORM = 6e-4, 1.0
@@ -112,6 +113,11 @@ class Trainer(ABC):
     def __init__(self, case: Case):
         self.case = case
 
+    @classmethod
+    def settings_on(cls, device: torch.device) -> tuple[str, ...]:
+        """Those of its settings that work on a device."""
+        return cls.settings
+
     def feature_plan(self, setting: str) -> Plan:
         """The plan by which a target has to compute features for it."""
         return self.case.plan
@@ -142,15 +148,21 @@ class Trainer(ABC):
 
 
 class Draftflow(Trainer):
-    """Ours, with the loss on the tokens of the row, and with that on the target's distribution."""
+    """Ours, with the loss on the tokens of the row, the same in float8, and with that on the target's distribution."""
 
     name = "draftflow"
-    objectives: ClassVar[dict[str, Literal["decay", "dpace", "kl"]]] = {"": "decay", "KL": "kl"}
+    objectives: ClassVar[dict[str, Literal["decay", "dpace", "kl"]]] = {"": "decay", "fp8": "decay", "KL": "kl"}
     settings = tuple(objectives)
 
     def __init__(self, case: Case):
         super().__init__(case)
         self.hyper = Hyperparameters(STEPS, Objective("decay", case.gamma), LEARNING_RATE, clip_norm=CLIP_NORM)
+
+    @classmethod
+    def settings_on(cls, device: torch.device) -> tuple[str, ...]:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY:
+            return cls.settings
+        return tuple(setting for setting in cls.settings if setting != "fp8")
 
     def restore(self) -> None:
         case = self.case
@@ -177,7 +189,7 @@ class Draftflow(Trainer):
         return replace(self.case.plan, loss=self.objectives[setting])
 
     def forward_backward(self, sample: Sample, setting: str) -> Tensor:
-        step, batch = self._with_objective(setting), sample.batch
+        step, batch = self._set(setting), sample.batch
         for parameter in step.drafter.parameters():
             parameter.grad = None
         loss, self.normalizer = step.forward_backward(batch, self._features(sample, setting))[:2]
@@ -187,7 +199,7 @@ class Draftflow(Trainer):
         return {name: value.grad / self.normalizer for name, value in self.step.drafter.named_parameters()}
 
     def train(self, sample: Sample, setting: str, source: Callable[[Batch], Tensor] | None = None) -> None:
-        step = self._with_objective(setting)
+        step = self._set(setting)
         if not self.has_optimizer:
             for parameter in step.drafter.parameters():
                 parameter.data, parameter.grad = parameter.data.float(), None
@@ -196,8 +208,9 @@ class Draftflow(Trainer):
         step.source = source or (lambda _: self._features(sample, setting))
         step.train(sample.batch, 0)
 
-    def _with_objective(self, setting: str) -> Step:
+    def _set(self, setting: str) -> Step:
         self.step.objective = Objective(self.objectives[setting], self.case.gamma)
+        self.step.drafter.use_float8(setting == "fp8")
         return self.step
 
     def _features(self, sample: Sample, setting: str) -> Tensor:

@@ -62,6 +62,9 @@ def test_tiny_run_trains_measures_and_goes_on(tmp_path, monkeypatch):
                 assert entry["replay"][name]["prompts"] == entry["generated"][name]["prompts"] == 4
                 assert 1.0 <= entry["replay"][name]["length"] <= 4.0
                 assert len(entry["replay"][name]["by_position"]) == 3
+    losses = {name: [entry["held_out_loss"] for entry in run["marks"]] for name, run in found["variants"].items()}
+    assert losses["specforge"] == [None, None]
+    assert all(0 < loss < 10 for loss in losses["draftflow"])
     text = acceptance.render(found)
     assert "| draftflow | 1 |" in text
     assert "z-lab's generator" in text
@@ -139,9 +142,11 @@ def test_variants():
     found = Variant.parse("draftflow,loss=kl,optimizer=muon,lr=1e-3,warmup=20,steps=500")
     assert (found.loss, found.optimizer, found.learning_rate) == ("kl", "muon", 1e-3)
     assert found.schedule(9999) == (500, 20)
+    assert (found.precision, Variant.parse("draftflow,precision=fp8").precision) == ("auto", "fp8")
     assert Variant.parse("specforge").schedule(1000) == (1000, 40)
     assert Variant.parse("specforge").schedule(100_000) == (100_000, 100)
-    for text in ("nobody", "draftflow,loss=mse", "specforge,loss=kl", "draftflow,lr=much", "draftflow,size=3", "a=b"):
+    wrong = ["nobody", "draftflow,loss=mse", "specforge,loss=kl", "draftflow,lr=much", "draftflow,size=3", "a=b"]
+    for text in [*wrong, "draftflow,precision=fp4", "specforge,precision=fp8"]:
         with pytest.raises(DraftflowError, match="not a trainer and its settings"):
             Variant.parse(text)
 
