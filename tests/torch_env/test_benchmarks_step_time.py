@@ -11,6 +11,7 @@ import step_time
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from draftflow.drafter import float8
 from draftflow.drafter.mask import allowed
 from draftflow.errors import DraftflowError
 from draftflow.training.plan import make_plan
@@ -135,6 +136,25 @@ def test_a_tiny_run_measures_every_trainer(tmp_path, monkeypatch):
     assert text.startswith("Before.")
     assert text.endswith("After.\n")
     assert all(f"| {name} |" in text for name in ALL)
+
+
+def test_the_step_in_float8_is_measured_where_the_device_has_it(monkeypatch):
+    from trainers import Draftflow
+
+    assert Draftflow.settings_on(CPU) == ("", "KL")
+    monkeypatch.setattr(Draftflow, "settings_on", classmethod(lambda kind, device: kind.settings))
+    products, linear = [], float8.linear
+    monkeypatch.setattr(float8, "linear", lambda x, weight: products.append(x.shape) or linear(x, weight))
+    found = measurement()
+    found.run(only=["draftflow", "draftflow, KL"])
+    assert not products
+    found.run()
+    trainers = found.facts["trainers"]
+    assert set(trainers) == {"draftflow", "draftflow, fp8", "draftflow, KL"}
+    assert all(facts["ms"] and facts["train_ms"] for facts in trainers.values())
+    usual, in_float8 = (trainers[name]["loss"] for name in ("draftflow", "draftflow, fp8"))
+    assert in_float8 == pytest.approx(usual, rel=0.05)
+    assert len(products) > 0
 
 
 def test_anchors_that_are_given_make_the_losses_equal(tmp_path):
