@@ -91,7 +91,7 @@ def case(tmp_path_factory):
 
 def process_in(precision, case):
     devices = resolve_devices(1, detect_gpus())
-    changes = {"steps": STEPS, "learning_rate": 1e-3, "rows_per_step": 2, "anchors_per_row": 64}
+    changes = {"steps": STEPS, "learning_rate": 1.5e-4, "rows_per_step": 2, "anchors_per_row": 64}
     settings = {**make_settings(devices, precision=precision, **changes), "row_length": LENGTH}
     shape, plan = plan_of_run(settings, case / "target", "cuda", 1)
     rows = read_rows(case / "rows.safetensors", LENGTH)
@@ -120,9 +120,10 @@ def test_a_hundred_steps_track_those_in_bf16_and_the_products_are_float8(case):
         products[precision] = products_of(process, batch)
         kernels = kernels_of(lambda p=process, b=batch: p.step.train(b, STEPS - 1))
         assert ("draftflow_float8_transpose" in kernels) == (precision == "fp8")
-    assert losses["bf16"][3] < 0.8 * losses["bf16"][0]
-    # the same batches; each product is some 4 % off, the weights' gradients 6 %, and neither has a direction
-    torch.testing.assert_close(losses["fp8"], losses["bf16"], rtol=0.05, atol=0)
+    assert losses["bf16"][3] < 0.1 * losses["bf16"][0]
+    # The same batches; each product is some 4 % off, the weights' gradients 6 %, and neither has a direction: the steep
+    # part shifts by a step or two. In the end the loss is next to nothing.
+    torch.testing.assert_close(losses["fp8"], losses["bf16"], rtol=0.1, atol=0.05)
     # q, k and v of the context and of the rows, o, and three of the MLP, each of them forward and twice backward; fc,
     # whose features need no gradient
     assert products == {"bf16": 0, "fp8": LAYERS * 3 * 9 + 2}

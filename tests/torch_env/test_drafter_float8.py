@@ -125,6 +125,7 @@ def test_scales_are_powers_of_two_that_leave_the_largest_in_range():
     scaled = largest * inverse
     assert scaled.max() < 2**8
     assert scaled[largest >= 2.0**-100].min() >= 2**7
+    assert float8.scale_of(torch.tensor([float("inf"), float("nan")]))[0].isinf().all()
 
 
 def test_what_needs_no_gradient_gets_none():
