@@ -101,6 +101,18 @@ def test_a_topology_that_cannot_be_is_refused_before_anything_runs(root, trainin
         _ = workflow(root, training=training).training_settings
 
 
+def test_float8_on_a_gpu_without_it_is_refused_before_anything_runs(root, monkeypatch):
+    gpus = [
+        Gpu(0, "NVIDIA A100", "GPU-0", 81920, "580.65.06", "8.0"),
+        Gpu(1, "NVIDIA H100", "GPU-1", 81920, "580.65.06", "9.0"),
+    ]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("draftflow.environment.builds.detect_gpus", lambda: gpus)
+    with pytest.raises(DraftflowError, match=r"training.precision: .*NVIDIA A100 \(compute capability 8.0\)"):
+        _ = workflow(root, training={"precision": "fp8", "devices": [0]}).training_settings
+    assert workflow(root, training={"precision": "fp8", "devices": [1]}).training_settings["precision"] == "fp8"
+
+
 def remote(root, **blocks):
     return Workflow(load({"training": {"devices": "cpu:2"}, **blocks}), root, remote=True)
 
