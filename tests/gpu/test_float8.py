@@ -65,6 +65,18 @@ def test_output_and_gradients_are_those_of_fp64_to_the_rounding_of_float8(rows, 
         assert 0.01 < error(ours, right) < limit, name
 
 
+def test_what_a_row_is_divided_by_is_what_its_result_is_multiplied_by():
+    """Also where the row is made in the same graph and its largest value rounds up to a power of two."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, factor = (torch.randn(8192, 256, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    x[:, 7], factor[:, 7] = 32 * 1.984375, 1.0078125  # 63.996: 64 in bf16
+    weight = (torch.randn(512, 256, generator=generator, device="cuda") * 0.02).bfloat16()
+    compiled = torch.compile(lambda x, factor: float8.linear(x * factor, weight), fullgraph=True, dynamic=False)
+    expected = F.linear((x * factor).double(), weight.double())
+    off = (compiled(x, factor).double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert off.max() < 0.1
+
+
 @pytest.mark.parametrize("shape", [(512, 256), (513, 4096), (130, 48)])
 def test_the_kernel_that_turns_a_matrix_turns_it(shape):
     x, _ = float8.round_rows(torch.randn(shape, device="cuda"))

@@ -99,8 +99,10 @@ def _made_once(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of each row [n, k] the largest magnitude, [n, 1] fp32."""
-    return x.abs().amax(-1, keepdim=True).float()
+    """Of each row [n, k] the largest magnitude, [n, 1] fp32. Made of fp32: Inductor rounds with a largest value from
+    before x was rounded to bf16, and multiplies with the one that it has stored, which then may be of another octave.
+    """
+    return x.float().abs().amax(-1, keepdim=True)
 
 
 @torch.library.custom_op("draftflow::float8_transposed", mutates_args=())
