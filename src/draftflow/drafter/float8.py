@@ -80,9 +80,11 @@ _library.impl("float8_linear", _Linear.apply, "CompositeImplicitAutograd")
 
 
 def scale_of(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """A power of two, so that values up to `largest` (fp32) divided by it are below 2^8; and one over it."""
+    """A power of two, so that values up to `largest` (fp32) divided by it are below 2^8; and one over it. The first is
+    infinite where `largest` is not finite: a GPU rounds what is infinite to 448, and the result would be a number."""
     bits = (largest.view(torch.int32) & EXPONENT).clamp(min=LEAST)
     scale, inverse = bits - LARGEST_EXPONENT * UNIT, EXPONENT - bits + (LARGEST_EXPONENT - 1) * UNIT
+    scale = torch.where(bits == EXPONENT, EXPONENT, scale)
     return scale.view(torch.float32), inverse.view(torch.float32)
 
 
