@@ -111,7 +111,8 @@ def process_in(precision, case):
 
 
 def products_of(process, batch):
-    """Float8 products that a step calls."""
+    """Float8 products that a step calls which is not replayed."""
+    process.step.forget()
     with profile(activities=[ProfilerActivity.CPU]) as found:
         process.step.train(batch, STEPS - 1)
         torch.cuda.synchronize()
