@@ -1,6 +1,8 @@
 # Functions only: what the rules take from the configuration. The logic is in src/draftflow/workflow.py.
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 from dataclasses import asdict
@@ -82,7 +84,7 @@ def resolve():
             remote=takes_jobs_elsewhere(),
         )
         if not probing:
-            flow.environments, flow.dataset_id, flow.warm_record, flow.bundle
+            flow.environments, flow.dataset_id, flow.warm_record, flow.bundle, flow.kinds
     except DraftflowError as error:
         sys.exit(f"draftflow: error: {error}")
     return flow
@@ -111,6 +113,29 @@ def benchmark_of(stem):
 
 def fingerprint(environment):
     return str(environment.folder / "fingerprint.json")
+
+
+def of_kind(path, kind):
+    """A file of a kind of node after the first, beside that of the first: `warm.json` -> `warm-KIND.json`."""
+    name, _, suffix = Path(path).name.partition(".")
+    return str(Path(path).with_name(f"{name}-{kind}.{suffix}"))
+
+
+def of_all_kinds(path):
+    """A file of the first kind of node, and those of the others."""
+    return [str(path), *(of_kind(path, kind) for kind in flow.other_kinds)]
+
+
+def on_kind(gpus):
+    """Resources of a rule whose jobs take a node of the kind in their wildcards."""
+
+    def asked(name):
+        return lambda wildcards: flow.kinds[wildcards.kind][name]
+
+    return {
+        **flow.resources(gpus),
+        **{name: asked(name) for name in flow.first_kind},
+    }
 
 
 def archive(environment):
@@ -165,6 +190,8 @@ if NODE_LOCAL and not flow.copied and workflow.is_main_process:
         " an external interpreter is not copied",
         file=sys.stderr,
     )
+
+OTHER_KINDS = "|".join(map(re.escape, flow.other_kinds))
 
 # What a stage prints is seen and kept. A signal to all processes of a job must not end this, nor the shell that waits
 # for the stage, before the stage has written its last words: a scheduler ends what the shell leaves. A prefix of one's

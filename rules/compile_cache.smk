@@ -1,4 +1,4 @@
-# warm_cache, bundle_cache
+# warm_cache, bundle_cache, and of further kinds of nodes warm_kind, bundle_kind
 PACKED = flow.packed
 
 
@@ -50,3 +50,46 @@ rule bundle_cache:
     shell:
         "{input.python:q} -m draftflow.compile_cache.bundle pack --record {input.warm:q} --output {output.bundle:q}"
         " 2>&1 | logged {log:q}"
+
+
+if flow.other_kinds:
+
+    use rule warm_cache as warm_kind with:
+        input:
+            target=rules.prepare_target.output.description,
+            fingerprint=of_kind(fingerprint(flow.environment), "{kind}"),
+            python=str(flow.environment.python),
+            bundle=[],
+            archive=archive(flow.environment),
+            # one kind after the first, which forces the others along
+            first=rules.warm_cache.output,
+            code=code("compile_cache.warm", "compile_cache.exercise"),
+        output:
+            of_kind(flow.warm_record, "{kind}"),
+        log:
+            log_of(of_kind(flow.warm_record, "{kind}").removesuffix(".json")),
+        benchmark:
+            benchmark_of(of_kind(flow.warm_record, "{kind}").removesuffix(".json"))
+        wildcard_constraints:
+            kind=OTHER_KINDS,
+        resources:
+            **on_kind(flow.devices.gpus),
+        params:
+            fresh=lambda wildcards, input: (
+                "--fresh" if forced("warm_cache", "warm_kind") else ""
+            ),
+
+    use rule bundle_cache as bundle_kind with:
+        input:
+            warm=rules.warm_kind.output,
+            python=str(flow.environment.python),
+            code=code("compile_cache.bundle"),
+        output:
+            bundle=of_kind(PACKED, "{kind}"),
+            checksum=of_kind(f"{PACKED}.sha256", "{kind}"),
+        log:
+            log_of(PACKED.with_name("bundle-{kind}")),
+        benchmark:
+            benchmark_of(PACKED.with_name("bundle-{kind}"))
+        wildcard_constraints:
+            kind=OTHER_KINDS,

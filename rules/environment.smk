@@ -1,4 +1,4 @@
-# lock, install, pack_environment, fingerprint
+# lock, install, pack_environment, fingerprint, fingerprint_kind
 rule lock:
     localrule: True
     params:
@@ -87,6 +87,34 @@ rule fingerprint:
         environment="[^/]+",
     resources:
         **flow.resources(flow.devices.gpus),
+    params:
+        # of an environment that was fingerprinted anywhere, and now is to be on a certain kind of node
+        **({"node": as_json(next(iter(flow.kinds.values())))} if flow.kinds else {}),
     shell:
         "{on_node} {input.python:q} -m draftflow.environment.fingerprint"
         " --install {input.record:q} --output {output:q} 2>&1 | logged {log:q}"
+
+
+if flow.other_kinds:
+
+    use rule fingerprint as fingerprint_kind with:
+        input:
+            python=rules.install.output.python,
+            record=rules.install.output.record,
+            archive=lambda wildcards: archive(flow.environments[wildcards.environment]),
+            # so that what forces the one forces all
+            first=rules.fingerprint.output,
+            code=code("environment.fingerprint"),
+        output:
+            "results/environments/{environment}/fingerprint-{kind}.json",
+        log:
+            "logs/environments/{environment}/fingerprint-{kind}.log",
+        benchmark:
+            "logs/environments/{environment}/fingerprint-{kind}.benchmark.tsv"
+        wildcard_constraints:
+            environment="[^/]+",
+            kind=OTHER_KINDS,
+        resources:
+            **on_kind(flow.devices.gpus),
+        params:
+            node=lambda wildcards: as_json(flow.kinds[wildcards.kind]),

@@ -6,11 +6,12 @@ rule train_drafter:
     input:
         rows=rules.pack_rows.output.rows,
         target=rules.prepare_target.output.description,
-        fingerprint=fingerprint(flow.environment),
-        warm=rules.warm_cache.output,
+        fingerprint=of_all_kinds(fingerprint(flow.environment)),
+        warm=of_all_kinds(flow.warm_record),
         python=str(flow.environment.python),
         archive=archive(flow.environment),
-        bundle=rules.bundle_cache.output if NODE_LOCAL else [],
+        bundle=of_all_kinds(PACKED) if NODE_LOCAL else [],
+        checksum=of_all_kinds(f"{PACKED}.sha256") if NODE_LOCAL else [],
         code=code("training.train", "training.worker"),
     output:
         record=f"{RUN}/train.json",
@@ -32,16 +33,17 @@ rule train_drafter:
         ),
         # each node unpacks the bundle of the cache to its own disk
         local=lambda wildcards, input: (
-            f"--node-local {quote(NODE_LOCAL)} --bundle {quote(input.bundle[0])}"
+            f"--node-local {quote(NODE_LOCAL)} --bundle {shlex.join(input.bundle)}"
             if input.bundle
             else ""
         ),
+        kinds=f"--kinds {' '.join(flow.kinds)}" if flow.other_kinds else "",
         tensorboard=f"{RUN}/tensorboard",
         target=TARGET,
     shell:
         "{on_node} {input.python:q} -m draftflow.training.train --settings {params.settings:q}"
         " --fingerprint {input.fingerprint:q} --rows {input.rows:q} --target {params.target:q}"
-        " --warm {input.warm:q} {params.local} --checkpoints {params.checkpoints:q}"
+        " --warm {input.warm:q} {params.kinds} {params.local} --checkpoints {params.checkpoints:q}"
         " --tensorboard {params.tensorboard:q} --metrics {output.metrics:q} --record {output.record:q} {params.again}"
         " --cluster {params.cluster:q}"
         " 2>&1 | logged {log:q}"

@@ -289,6 +289,9 @@ def _as_launcher(value: Any) -> Any:
     return _as_words(value)
 
 
+KindName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
 class Cluster(Block):
     """What a job asks the scheduler of a cluster for, and how training starts on several of its nodes."""
 
@@ -300,6 +303,12 @@ class Cluster(Block):
         pattern=r"^[A-Za-z0-9_.]+$",
         description="Only GPUs of this model, by the name that the scheduler gives them (`sinfo -o %G`); null: any.\n"
         "It also names the folder of their compile cache.",
+    )
+    kinds: dict[KindName, dict[str, str | int]] = Field(
+        {},
+        description="Nodes of several kinds (models of GPUs, drivers) in one run: name -> what a job asks for to get\n"
+        "one, as Snakemake's resources: {h100: {constraint: h100}, a100: {constraint: a100}}. The compile cache is\n"
+        "warmed on each; what takes one node takes the first kind. See docs/nodes.md.",
     )
     cores_per_device: int = Field(8, ge=1, description="CPU cores of a job for each GPU or training process.")
     launcher: Annotated[Literal["auto"] | list[str], BeforeValidator(_as_launcher)] = Field(

@@ -92,6 +92,28 @@ class Workflow:
         check_depth(devices, training["stream_depth"])
         return devices
 
+    @cached_property
+    def kinds(self) -> dict[str, dict[str, str | int]]:
+        """What a job asks for to get a node of each kind, where a run takes nodes of several; by their names."""
+        kinds = self.config.cluster.kinds
+        if len({frozenset(asked) for asked in kinds.values()}) > 1:
+            raise DraftflowError(
+                "The kinds of nodes do not ask for the same resources.",
+                "Give each kind the same keys with its own values, as in {a: {constraint: a}, b: {constraint: b}}.",
+                "config key cluster.kinds",
+            )
+        return kinds
+
+    @property
+    def first_kind(self) -> dict[str, str | int]:
+        """What jobs on one node ask for beside GPUs: a node of the first kind."""
+        return next(iter(self.kinds.values()), {}) if self.remote else {}
+
+    @property
+    def other_kinds(self) -> list[str]:
+        """Names of the kinds after the first: each has a fingerprint and a warm-up of its own."""
+        return list(self.kinds)[1:]
+
     def resources(self, gpus: int, nodes: int = 1) -> dict[str, Any]:
         """What a rule whose jobs need so many GPUs of each of so many nodes asks for, as Snakemake's resources.
 
@@ -103,14 +125,15 @@ class Workflow:
         cluster = self.config.cluster
         # the executor would start each task once more per GPU
         spread = {"tasks": nodes, "tasks_per_gpu": 0, "mpi": "srun"} if nodes > 1 else {}
+        kind = self.first_kind if nodes == 1 else {}
         if not gpus:
-            return {"gpu": 0, "nodes": nodes, **spread}
+            return {"gpu": 0, "nodes": nodes, **spread, **kind}
         if cluster.gpus == "gpus" and nodes == 1:
             model = {"gpu_model": cluster.gpu_model} if cluster.gpu_model else {}
-            return {"gpu": gpus, **model, "gpus_per_node": gpus, "nodes": 1}
+            return {"gpu": gpus, **model, "gpus_per_node": gpus, "nodes": 1, **kind}
         # --gpus counts those of all nodes, and may give one node more than another
         gres = ":".join(filter(None, ("gpu", cluster.gpu_model, str(gpus))))
-        return {"gres": gres, "gpus_per_node": gpus, "nodes": nodes, **spread}
+        return {"gres": gres, "gpus_per_node": gpus, "nodes": nodes, **spread, **kind}
 
     def cores(self, devices: int) -> int:
         """Cores of a cluster's job that works on so many devices."""

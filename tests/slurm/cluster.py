@@ -49,6 +49,7 @@ MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog={folder}/prolog
 # a node may claim more cores than the machine has
 SlurmdParameters=config_overrides
 ReturnToService=2
@@ -118,6 +119,7 @@ class Cluster:
         accounting: with slurmdbd and MariaDB; without it sacct knows nothing.
         min_job_age: seconds for which squeue remembers jobs that are over.
         kill_wait: seconds between a job's SIGTERM and its SIGKILL.
+        kinds: of the nodes, in turn: their features, and TRITON_OF_NODE, by which the fingerprint tells them apart.
     """
 
     folder: Path
@@ -127,6 +129,7 @@ class Cluster:
     accounting: bool = True
     min_job_age: int = 300
     kill_wait: int = 30
+    kinds: tuple[str, ...] = ()
     _database: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
 
     def __enter__(self) -> "Cluster":
@@ -232,10 +235,15 @@ class Cluster:
             os.mknod(device, 0o666 | 0o020000, os.makedev(1, 3))
         names = [f"node{node}" for node in range(1, self.nodes + 1)]
         gpus = f" Gres=gpu:fake:{self.gpus}" if self.gpus else ""
+        features = [f" Feature={kind}" for kind in self.kinds] or [""] * self.nodes
+        prolog = folder / "prolog"
+        cases = [f"{name}) echo export TRITON_OF_NODE={kind};;" for name, kind in zip(names, self.kinds, strict=False)]
+        prolog.write_text(f"#!/bin/sh\ncase $SLURMD_NODENAME in\n{chr(10).join(cases)}\nesac\n")
+        prolog.chmod(0o755)
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
-            f" CPUs={self.cores} RealMemory={memory}{gpus}"
-            for name, port in zip(names, ports[2:], strict=True)
+            f" CPUs={self.cores} RealMemory={memory}{gpus}{feature}"
+            for name, port, feature in zip(names, ports[2:], features, strict=True)
         ]
         accounting = WITH_ACCOUNTING if self.accounting else WITHOUT_ACCOUNTING
         (folder / "slurm.conf").write_text(

@@ -36,6 +36,13 @@ def slurm_without_accounting(tmp_path_factory):
     yield from cluster.bring_up(tmp_path_factory.mktemp("slurm"), accounting=False, gpus=3)
 
 
+@pytest.fixture(scope="module")
+def slurm_of_two_kinds(tmp_path_factory):
+    """Two nodes, which the fingerprint tells apart."""
+    folder = tmp_path_factory.mktemp("slurm")
+    yield from cluster.bring_up(folder, accounting=False, gpus=0, min_job_age=30, kinds=("old", "new"))
+
+
 @dataclass(frozen=True)
 class OnSlurm:
     """The workflow in a folder, whose jobs go to a cluster."""

@@ -187,7 +187,9 @@ def test_nodes_that_differ_are_refused_with_node_and_field(cluster, tmp_path):
     paths = {"fingerprint": tmp_path / "fingerprint.json"}
     status, output = cluster.finish(tmp_path / "run", launcher=[str(launcher)], paths=paths)
     assert status == 1
+    key = cluster.stage.cache.name
     assert output.splitlines()[-1].startswith(
-        f"draftflow: error: {tmp_path}/fingerprint.json: Node 1 ({socket.gethostname()}): "
-        "This is not what was fingerprinted: TRITON_OF_NODE 0 -> 1."
+        f"draftflow: error: config key cluster.kinds: Node 1 ({socket.gethostname()}): "
+        "The compile cache was not warmed for this kind of device. Of what was warmed, "
+        f"cpu (key {key}) differs in TRITON_OF_NODE 0 -> 1. "
     )

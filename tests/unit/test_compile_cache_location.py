@@ -141,7 +141,7 @@ import subprocess, sys, time
 from pathlib import Path
 from draftflow.compile_cache.location import held
 with held(Path(sys.argv[1]), alone=True) as hold:
-    subprocess.Popen(["sleep", "5"], pass_fds=[hold.descriptor])
+    subprocess.Popen(["sleep", "5"], pass_fds=hold.descriptors)
     print("held", flush=True)
     time.sleep(60)
 """

@@ -126,6 +126,25 @@ def test_an_interpreter_of_somebody_else_is_not_copied_and_that_is_said_once(pro
     assert result.output.count("an external interpreter is not copied") == 1
 
 
+def test_each_kind_of_node_is_warmed_once_by_a_job_on_such_a_node(project):
+    kinds = "cluster={kinds: {h100: {constraint: h100}, a100: {constraint: a100}, l4: {constraint: l4}}}"
+    asked = ["--profile", str(ROOT / "profiles/slurm"), "--set-resources", "train_drafter:constraint=[h100*1&a100*1]"]
+    blocks = ["training={devices: {nodes: 2, per_node: 4}}", "environment={node_local: /scratch}", kinds]
+    result = project.run("--dry-run", "--printshellcmds", "train", *asked, "--config", *blocks)
+    several = {"fingerprint_kind": 2, "warm_kind": 2, "bundle_kind": 2}
+    assert result.jobs == {**WHOLE, **several, "pack_environment": 1, "bundle_cache": 1, "train": 1}
+    _, *jobs = re.split(r"^ *(?:local)?rule (\w+):$", result.output, flags=re.MULTILINE)
+    facts = zip(jobs[::2], jobs[1::2], strict=True)
+    on = {(rule, kind) for rule, text in facts for kind in re.findall(r"constraint=([^,\n]+)", text)}
+    of_each = {(f"{stage}_kind", kind) for stage in ("fingerprint", "warm") for kind in ("a100", "l4")}
+    first = ("fingerprint", "warm_cache", "check_weights", "check_generation")
+    assert on == {*of_each, *((rule, "h100") for rule in first), ("train_drafter", "[h100*1&a100*1]")}
+    (training,) = [line for line in result.output.splitlines() if "draftflow.training.train" in line]
+    assert " --kinds h100 a100 l4 " in training
+    for name, suffix in (("fingerprint", "json"), ("warm", "json"), ("bundle", "tar.xz")):
+        assert re.search(rf"/{name}\.{suffix} \S+/{name}-a100\.{suffix} \S+/{name}-l4\.{suffix} ", training)
+
+
 @pytest.mark.parametrize("profile", ["slurm", "cluster-generic", "kubernetes"])
 def test_each_profile_s_dry_run_has_all_jobs_and_refuses_devices_that_it_cannot_know(project, profile):
     asked = ["--dry-run", "train", "--profile", str(ROOT / "profiles" / profile), "--config"]

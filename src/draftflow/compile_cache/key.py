@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     before, now = recorded["fingerprint"]["fields"], current["fingerprint"]["fields"]
     if recorded["fingerprint"]["digest"] != current["fingerprint"]["digest"]:
         found += plan_differences(before, now)
-    was, now_has = set(recorded["CPU"]), set(current["CPU"])
-    if was != now_has:
-        changes = [
-            *(f"without {name}" for name in sorted(was - now_has)),
-            *(f"with {name}" for name in sorted(now_has - was)),
-        ]
-        found.append(f"another CPU, {', '.join(changes)}")
+    found += cpu_differences(recorded["CPU"], current["CPU"])
     found += plan_differences(recorded["settings"], current["settings"])
     for name in COMPILED:
         if recorded["sources"].get(name) != current["sources"][name]:
@@ -90,6 +84,16 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     if recorded["plan_id"] != current["plan_id"]:
         found += plan_differences(recorded["plan"], current["plan"])
     return found
+
+
+def cpu_differences(recorded: Iterable[str], current: Iterable[str]) -> list[str]:
+    """What differs between the instructions of two CPUs, in words: `another CPU, without avx512f`."""
+    before, now = set(recorded), set(current)
+    changes = [
+        *(f"without {name}" for name in sorted(before - now)),
+        *(f"with {name}" for name in sorted(now - before)),
+    ]
+    return [f"another CPU, {', '.join(changes)}"] if changes else []
 
 
 def require_warm(warm_record: Path, held: Mapping[str, Any]) -> Path:

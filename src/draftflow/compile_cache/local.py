@@ -6,13 +6,14 @@ So the shared cache is read by one process a node and written by none of them. N
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from draftflow.compile_cache import bundle, key, location, manifest
-from draftflow.compile_cache.warm import CacheInUse
+from draftflow.compile_cache.kinds import Kind
+from draftflow.compile_cache.warm import CacheInUse, together
 from draftflow.environment.node_local import local_folder, room_kept
 from draftflow.stage import Record, say
 
@@ -43,6 +44,29 @@ def local_cache(packed: Path, setting: str, held: Mapping[str, Any], record: Rec
         environment = location.prepare(cache)
         record["cache"] = {"folder": str(cache), **told}
         yield CacheInUse(environment, hold)
+
+
+@contextmanager
+def local_caches(kinds: Sequence[Kind], setting: str, record: Record) -> Iterator[CacheInUse]:
+    """The caches of all kinds of devices of a run on this node, as `local_cache`: which it has, its processes find out.
+
+    Args:
+        kinds: each with its bundle.
+        setting: as of `local_folder`.
+        record: told under `cache`, of several by their names.
+
+    Raises:
+        DraftflowError: as `local_cache`.
+    """
+    with ExitStack() as stack:
+        caches, told = {}, {}
+        for kind in kinds:
+            assert kind.bundle is not None
+            caches[kind.name] = stack.enter_context(local_cache(kind.bundle, setting, kind.holds, record))
+            told[kind.name] = record["cache"]
+        if len(kinds) > 1:
+            record["cache"] = told
+        yield together(caches)
 
 
 def _make_whole(cache: Path, packed: Path, held: Mapping[str, Any]) -> dict[str, Any]:

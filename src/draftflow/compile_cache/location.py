@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,11 +79,7 @@ def prepare(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[s
         OSError: the folder cannot be made or written to.
     """
     folder = folder.resolve()
-    variables = {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        **SETTINGS,
-    }
+    variables = {**folder_variables(folder), **SETTINGS}
     for name, effect in FOOT_GUNS.items():
         # of these, the setting alone counts for torch, whatever it says
         off = ("",) if name == "TORCHDYNAMO_SUPPRESS_ERRORS" else OFF
@@ -100,6 +96,11 @@ def prepare(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[s
         (folder / name).mkdir(parents=True, exist_ok=True)
     _require_disk(folder)
     return variables
+
+
+def folder_variables(folder: Path) -> dict[str, str]:
+    """The variables that name the cache folder, which compilers read each time they look for something."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
 def _require_disk(folder: Path) -> None:
@@ -156,17 +157,24 @@ def _unescaped(path: str) -> str:
 
 @dataclass(frozen=True)
 class Hold:
-    """A cache folder that is held, by this process and by those that were given `descriptor`."""
+    """Cache folders that are held, by this process and by those that were given `descriptors`."""
 
-    descriptor: int
+    descriptors: tuple[int, ...]
 
     def share(self) -> None:
         """From now on others may read beside."""
-        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
+        for descriptor in self.descriptors:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Let go, for all that have the descriptor."""
-        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        """Let go, for all that have the descriptors."""
+        for descriptor in self.descriptors:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def all_of(holds: Sequence[Hold]) -> Hold:
+    """Several holds as one."""
+    return Hold(tuple(descriptor for hold in holds for descriptor in hold.descriptors))
 
 
 @contextlib.contextmanager
@@ -207,7 +215,7 @@ def held(folder: Path, alone: bool) -> Iterator[Hold]:
             stream.truncate(0)
             stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}\n")
             stream.flush()
-        yield Hold(stream.fileno())
+        yield Hold((stream.fileno(),))
 
 
 def _holder(text: str) -> str | None:

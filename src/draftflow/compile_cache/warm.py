@@ -16,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftflow.compile_cache import bundle, key, location, manifest
+from draftflow.compile_cache.kinds import Kind
+from draftflow.compile_cache.within import verified
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, end_with_parent, run_stage, say, stage_parser
 from draftflow.training.devices import Devices, from_settings, process_environment, threads_per_process
@@ -70,7 +72,7 @@ class WarmUp:
                 stderr=subprocess.PIPE,
                 text=True,
                 check=False,
-                pass_fds=() if hold is None else (hold.descriptor,),
+                pass_fds=() if hold is None else hold.descriptors,
                 preexec_fn=end_with_parent,
             )
             seconds = time.perf_counter() - start
@@ -107,10 +109,17 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class CacheInUse:
-    """A verified cache: the variables of processes that read it, and the hold on it."""
+    """A verified cache, or one of each kind of device.
+
+    Attributes:
+        environment: variables of processes that read it; of several kinds, those that all have in common.
+        hold: on it, or on all.
+        folders: of several kinds, by name: a process reads that of its own device.
+    """
 
     environment: dict[str, str]
     hold: location.Hold
+    folders: dict[str, str] = field(default_factory=dict)
 
 
 def warm(work: WarmUp, cache: Path, fresh: bool, record: Record, start_from: Path | None = None) -> None:
@@ -191,6 +200,36 @@ def in_use(work: WarmUp, warm_record: Path, held: Mapping[str, Any], record: Rec
         record["cache"] = told
         hold.share()
         yield CacheInUse(environment, hold)
+
+
+@contextmanager
+def all_in_use(kinds: Sequence[Kind], record: Record) -> Iterator[CacheInUse]:
+    """The warm caches of several kinds of devices, each verified and in hand, as `in_use`; nothing is compiled.
+
+    Args:
+        kinds: of the run.
+        record: told under `cache`: of each kind, files that were verified and what did not belong there.
+
+    Raises:
+        DraftflowError: one is not warm for this, or damaged: what is mended, is mended on a device of its kind.
+    """
+    with ExitStack() as stack:
+        caches, told = {}, {}
+        for kind in kinds:
+            with record.part("verify"):
+                variables, hold, found = stack.enter_context(verified(key.require_warm(kind.warm, kind.holds)))
+            caches[kind.name] = CacheInUse(variables, hold)
+            told[kind.name] = {"files": found.files, "damaged": {}, "foreign": found.foreign}
+        record["cache"] = told
+        yield together(caches)
+
+
+def together(caches: Mapping[str, CacheInUse]) -> CacheInUse:
+    """The caches of several kinds, by name, as one; of a single kind, its own."""
+    if len(caches) == 1:
+        return next(iter(caches.values()))
+    folders = {name: str(Path(cache.environment["TORCHINDUCTOR_CACHE_DIR"]).parent) for name, cache in caches.items()}
+    return CacheInUse(dict(location.SETTINGS), location.all_of([cache.hold for cache in caches.values()]), folders)
 
 
 def _found(folder: Path) -> dict[str, Any]:

@@ -24,14 +24,26 @@ def entered(warm_record: Path) -> Iterator[None]:
         DraftflowError: it is gone or damaged, or the environment contradicts it.
     """
     _, folder = key.read_warm(warm_record)
+    with verified(folder) as (variables, _, _):
+        os.environ.update(variables)
+        yield
+
+
+@contextmanager
+def verified(folder: Path) -> Iterator[tuple[dict[str, str], location.Hold, manifest.Examination]]:
+    """A warmed cache folder, verified and held together with other readers: its variables, the hold, what was found.
+
+    Raises:
+        DraftflowError: it is gone or damaged, or the environment contradicts it.
+    """
     with location.held(folder, alone=True) as hold:
         key.require_folder(folder)
         variables = location.prepare(folder)
-        for path, words in manifest.clean(folder).damaged.items():
+        found = manifest.clean(folder)
+        for path, words in found.damaged.items():
             raise DraftflowError(f"The compile cache is damaged: {path} is {words}.", key.REMEDY, str(folder))
         hold.share()
-        os.environ.update(variables)
-        yield
+        yield variables, hold, found
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftflow.compile_cache.key import cpu_instructions
 from draftflow.compile_cache.warm import CacheInUse
 from draftflow.errors import DraftflowError
 from draftflow.stage import end_with_parent, say, write_json
@@ -86,7 +85,7 @@ def command_of(cluster: Cluster, nodes: int) -> list[str]:
 
 
 def run_nodes(
-    exchange: Path, devices: Devices, cluster: Cluster, cache: CacheInUse, copied: dict[str, Any] | None = None
+    exchange: Path, devices: Devices, cluster: Cluster, cache: CacheInUse, node_local: str | None = None
 ) -> Nodes:
     """Run the workers on all nodes, pass a stop on to them, and tell how they ended.
 
@@ -95,16 +94,14 @@ def run_nodes(
         devices: of the run.
         cluster: how to start.
         cache: the compile cache; let go once all workers have taken a step.
-        copied: where nodes read it from their own disks: the `bundle` that they unpack, the `folder` there, and what
-            the cache `holds`.
+        node_local: the folder on each node's own disk, where nodes unpack the bundle of the cache and read it there.
 
     Raises:
         DraftflowError: there is no launcher, or it started nothing.
     """
     words = command_of(cluster, devices.nodes)
-    cpu = cpu_instructions() if devices.kind == "cpu" else []
-    launch = {"environment": cache.environment, "copied": copied, "node_timeout": cluster.node_timeout, "CPU": cpu}
-    write_json(exchange / LAUNCH, launch)
+    launch = {"environment": cache.environment, "folders": cache.folders, "node_local": node_local}
+    write_json(exchange / LAUNCH, {**launch, "node_timeout": cluster.node_timeout})
     handed_on = [
         f"{name}={value}" for name, value in os.environ.items() if name in HANDED_ON or name.startswith(HANDED_ON_BEGIN)
     ]

@@ -24,14 +24,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from draftflow.compile_cache import location
-from draftflow.compile_cache.key import cpu_instructions
-from draftflow.compile_cache.local import local_cache
+from draftflow.compile_cache.kinds import Kind
+from draftflow.compile_cache.local import local_caches
 from draftflow.compile_cache.warm import CacheInUse
 from draftflow.errors import DraftflowError
 from draftflow.processes import started_at
@@ -140,8 +140,7 @@ class Workers:
 def run_node(
     exchange: Path,
     devices: Devices,
-    variables: dict[str, str],
-    hold: location.Hold,
+    cache: CacheInUse,
     node: int = 0,
     address: str = "127.0.0.1",
     watch: Callable[[Workers], None] = lambda workers: None,
@@ -151,8 +150,7 @@ def run_node(
     Args:
         exchange: the folder with `job.json`.
         devices: of the run.
-        variables: for the workers, beside those of this process.
-        hold: on the compile cache; let go once all workers of this node have taken a step.
+        cache: the compile cache; let go once all workers of this node have taken a step.
         node: the number of the node.
         address: at which other nodes reach this one.
         watch: called twice a second.
@@ -162,17 +160,18 @@ def run_node(
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command += ["--max-restarts", "0", "-m", "draftflow.training.worker"]
     command += ["--job", str(exchange / JOB), "--exchange", str(exchange), "--on-node", str(node), "--address", address]
+    command += ["--caches", json.dumps(cache.folders)]
     log = exchange / f"torchrun-{node}.log"
     with log.open("wb") as stream:
         # A session of its own: a signal to the terminal's processes must not make torchrun kill the workers.
         # But not an outliving one: when this process is killed, torchrun is told to stop, and it tells the workers.
         torchrun = subprocess.Popen(
             command,
-            env={**os.environ, **variables, **threads_per_process(devices)},
+            env={**os.environ, **cache.environment, **threads_per_process(devices)},
             stderr=stream,
             start_new_session=True,
             preexec_fn=_as_torchrun,
-            pass_fds=(hold.descriptor,),
+            pass_fds=cache.hold.descriptors,
         )
         workers = Workers(exchange, range(node * devices.per_node, (node + 1) * devices.per_node), torchrun)
         with on_stop(workers.stop):
@@ -181,7 +180,7 @@ def run_node(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     torchrun.wait(timeout=TICK_SECONDS)
                 if loading and workers.stepped:
-                    hold.release()
+                    cache.hold.release()
                     loading = False
                 watch(workers)
     return _ending(workers, log.read_text(encoding="utf-8", errors="replace"))
@@ -332,7 +331,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exchange", type=Path, required=True, help="folder of the run, seen by all nodes")
     exchange: Path = parser.parse_args().exchange
-    devices = from_settings(read_job(exchange / JOB).settings)
+    job = read_job(exchange / JOB)
+    devices = from_settings(job.settings)
     launch = json.loads((exchange / LAUNCH).read_text(encoding="utf-8"))
     # a scheduler may number the nodes
     node = take_number(exchange, devices.nodes, int(os.environ.get("SLURM_NODEID", 0)))
@@ -341,9 +341,7 @@ def main() -> None:
     member = Member(Notes(exchange), node, devices.nodes, launch["node_timeout"])
     with on_stop(lambda: member.facts.update(stop=True)):
         try:
-            if devices.kind == "cpu":
-                _require_instructions(launch["CPU"])
-            ending = _run(exchange, devices, launch, member)
+            ending = _run(exchange, devices, job.kinds, launch, member)
         except Stopped:
             ending = Ending(status=1, stopping=True)
         except Exception as error:
@@ -357,35 +355,26 @@ def main() -> None:
     sys.exit(0 if ending.status == 0 else 1)
 
 
-def _require_instructions(compiled_for: list[str]) -> None:
-    """See that the CPU of this node is of the kind for which the step was compiled; the workers see to the rest."""
-    if differing := sorted(set(compiled_for) ^ set(cpu_instructions())):
-        raise DraftflowError(
-            f"Another CPU than the step was compiled for, which differs in {', '.join(differing)}.",
-            "Use nodes of one kind.",
-            "config key training.devices",
-        )
-
-
-def _run(exchange: Path, devices: Devices, launch: dict[str, Any], member: Member) -> Ending:
+def _run(exchange: Path, devices: Devices, kinds: Sequence[Kind], launch: dict[str, Any], member: Member) -> Ending:
     """Meet the others, and run the workers."""
-    with _cache(launch) as cache:
-        hosts = member.meet(COPYING if launch["copied"] else 1)
+    with _cache(kinds, launch) as cache:
+        hosts = member.meet(COPYING if launch["node_local"] else 1)
         address, interface = address_among(hosts, member.node)
-        variables = {**cache.environment, **interface}
-        return run_node(exchange, devices, variables, cache.hold, member.node, address, member.watch)
+        cache = replace(cache, environment={**cache.environment, **interface})
+        return run_node(exchange, devices, cache, member.node, address, member.watch)
 
 
 @contextlib.contextmanager
-def _cache(launch: dict[str, Any]) -> Iterator[CacheInUse]:
+def _cache(kinds: Sequence[Kind], launch: dict[str, Any]) -> Iterator[CacheInUse]:
     """The compile cache as this node reads it: on its own disk, or where it was verified for all."""
-    copied, variables = launch["copied"], launch["environment"]
-    if copied is not None:
-        with local_cache(Path(copied["bundle"]), copied["folder"], copied["holds"], Record("node")) as cache:
-            yield cache
-        return
-    with location.held(Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent, alone=False) as hold:
-        yield CacheInUse(variables, hold)
+    variables, folders = launch["environment"], launch["folders"]
+    with contextlib.ExitStack() as stack:
+        if launch["node_local"] is not None:
+            yield stack.enter_context(local_caches(kinds, launch["node_local"], Record("node")))
+            return
+        shared = folders.values() or [Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent]
+        holds = [stack.enter_context(location.held(Path(folder), alone=False)) for folder in shared]
+        yield CacheInUse(variables, location.all_of(holds), folders)
 
 
 if __name__ == "__main__":

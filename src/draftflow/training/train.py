@@ -13,13 +13,15 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from draftflow import sources
 from draftflow.compile_cache import key
-from draftflow.compile_cache.local import local_cache
-from draftflow.compile_cache.warm import CacheInUse, WarmUp, in_use
+from draftflow.compile_cache.kinds import kinds_of_run
+from draftflow.compile_cache.local import local_caches
+from draftflow.compile_cache.warm import CacheInUse, WarmUp, all_in_use, in_use
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, sha256, stage_parser, write_text
 from draftflow.training import checkpoint, run_lock
@@ -44,18 +46,17 @@ def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
 
 
 def train(
-    job: Job, warm: Path, devices: Devices, cluster: Cluster, record: Record, local: tuple[Path, str] | None = None
+    job: Job, devices: Devices, cluster: Cluster, record: Record, node_local: str | None = None
 ) -> checkpoint.Checkpoint:
     """Train to the end, or go on with that; returns the last checkpoint.
 
     Args:
         job: of the workers.
-        warm: `warm.json`.
         devices: of the run.
         cluster: how it starts on several nodes.
         record: of the stage.
-        local: the bundle of the cache, and the folder on each node's disk that it is unpacked to; None to use the
-            cache where it was warmed.
+        node_local: the folder on each node's disk that the bundle of the cache is unpacked to; None to use the cache
+            where it was warmed.
 
     Raises:
         DraftflowError: the compile cache is not warm for this run, or a worker refused or failed.
@@ -65,19 +66,12 @@ def train(
     if found is not None and found.step == job.steps:
         say(f"training is finished: {found.folder}")
         return found
-    _, plan = plan_of_run(job.settings, job.target, devices.kind, devices.count)
-    compile_part = json.loads(job.fingerprint.read_text(encoding="utf-8"))["compile"]
-    work, held = WarmUp(job.settings, job.fingerprint, job.target), key.contents(compile_part, plan)
-    with (
-        _exchange(job, devices) as folder,
-        local_cache(*local, held, record) if local else in_use(work, warm, held, record) as cache,
-    ):
+    with _exchange(job, devices) as folder, _cache(job, node_local, record) as cache:
         features = f", features from {len(devices.target_ids)} x {devices.slug}" if devices.split else ""
         nodes = f"{devices.nodes} nodes of " if devices.nodes > 1 else ""
         say(f"training on {nodes}{len(devices.ids)} x {devices.slug}{features}, {job.steps} steps")
         started = time.time()
-        copied = None if local is None else {"bundle": str(local[0]), "folder": local[1], "holds": held}
-        outcome = _run(job, devices, cluster, cache, copied, Path(folder))
+        outcome = _run(job, devices, cluster, cache, node_local, Path(folder))
     record.seconds["start"] = outcome["ready_at"] - started
     record["seconds_to_first_step"] = round(outcome["first_step_at"] - started, 3)
     record.seconds["first_step"] = outcome["first_step_at"] - outcome["ready_at"]
@@ -101,15 +95,25 @@ def _exchange(job: Job, devices: Devices) -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix=".nodes-", dir=job.checkpoints, ignore_cleanup_errors=True)
 
 
+def _cache(job: Job, node_local: str | None, record: Record) -> AbstractContextManager[CacheInUse]:
+    """The compile cache as this host reads it; what is damaged is mended where it may be of the kind that compiles."""
+    if node_local is not None:
+        return local_caches(job.kinds, node_local, record)
+    if len(job.kinds) > 1:
+        return all_in_use(job.kinds, record)
+    (kind,) = job.kinds
+    return in_use(WarmUp(job.settings, kind.fingerprint, job.target), kind.warm, kind.holds, record)
+
+
 def _run(
-    job: Job, devices: Devices, cluster: Cluster, cache: CacheInUse, copied: dict[str, Any] | None, exchange: Path
+    job: Job, devices: Devices, cluster: Cluster, cache: CacheInUse, node_local: str | None, exchange: Path
 ) -> dict[str, Any]:
     """Run the workers, and return the outcome that rank 0 wrote."""
     job.write(exchange / JOB)
     if devices.nodes > 1:
-        nodes = run_nodes(exchange, devices, cluster, cache, copied)
+        nodes = run_nodes(exchange, devices, cluster, cache, node_local)
     else:
-        nodes = Nodes([socket.gethostname()], [run_node(exchange, devices, cache.environment, cache.hold)])
+        nodes = Nodes([socket.gethostname()], [run_node(exchange, devices, cache)])
     first, endings = nodes.endings[0], [ending for ending in nodes.endings if ending is not None]
     stopping = any(ending.stopping for ending in endings)
     ended = len(endings) == devices.nodes and not any(ending.status for ending in endings)
@@ -197,11 +201,12 @@ def losses(metrics: str) -> dict[str, Any]:
 def main() -> None:
     """Train, and write train.json and metrics.jsonl."""
     parser = stage_parser(__doc__ or "")
-    parser.add_argument("--fingerprint", type=Path, required=True, help="fingerprint.json")
+    parser.add_argument("--fingerprint", type=Path, nargs="+", required=True, help="fingerprint.json, of each kind")
     parser.add_argument("--rows", type=Path, required=True, help="rows.safetensors")
     parser.add_argument("--target", type=Path, required=True, help="folder of the prepared target")
-    parser.add_argument("--warm", type=Path, required=True, help="warm.json")
-    parser.add_argument("--bundle", type=Path, help="the bundle of that cache, for --node-local")
+    parser.add_argument("--warm", type=Path, nargs="+", required=True, help="warm.json, of each kind")
+    parser.add_argument("--kinds", nargs="+", help="names of the kinds of devices, if there are several")
+    parser.add_argument("--bundle", type=Path, nargs="+", help="the bundles of these caches, for --node-local")
     parser.add_argument("--node-local", help="folder on the node's own disk, from which the cache is then read")
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of checkpoints")
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl")
@@ -214,24 +219,26 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(STOPPED))  # a scheduler's warning, at first with nothing to save
     record = Record("train", settings=settings)
     digest = run_digest(settings, arguments.rows, arguments.target)
+    names = arguments.kinds or [devices.slug]
+    bundles = arguments.bundle if arguments.node_local else []
+    _, plan = plan_of_run(settings, arguments.target, devices.kind, devices.count)
     job = Job(
         settings=settings,
-        fingerprint=arguments.fingerprint.resolve(),
+        kinds=kinds_of_run(names, arguments.fingerprint, arguments.warm, bundles, plan),
         rows=arguments.rows.resolve(),
         target=arguments.target.resolve(),
         checkpoints=(arguments.checkpoints / digest).resolve(),
         metrics=arguments.metrics.resolve(),
         tensorboard=arguments.tensorboard.resolve(),
     )
-    local = (arguments.bundle.resolve(), arguments.node_local) if arguments.node_local else None
     cluster = Cluster(**arguments.cluster)
     with run_lock.held(job.checkpoints):
         if arguments.again and (finished := checkpoint.latest(job.checkpoints)) and finished.step == job.steps:
             say(f"training again, in place of {finished.folder}")
             shutil.rmtree(job.checkpoints)
-        found = train(job, arguments.warm, devices, cluster, record, local)
+        found = train(job, devices, cluster, record, arguments.node_local)
     write_text(arguments.metrics, found.metrics())
-    fingerprint = json.loads(arguments.fingerprint.read_text(encoding="utf-8"))
+    fingerprint = json.loads(job.kinds[0].fingerprint.read_text(encoding="utf-8"))
     record["run_digest"] = digest
     record["checkpoint"] = str(found.folder.relative_to(arguments.checkpoints.resolve()))
     record["steps"] = found.step
@@ -241,6 +248,11 @@ def main() -> None:
         record[name] = value
     record["environment"] = {part: fingerprint[part]["digest"] for part in ("compile", "numbers")}
     record["versions"] = fingerprint["compile"]["fields"]
+    if len(job.kinds) > 1:
+        record["kinds"] = {
+            kind.name: {"key": key.cache_key(kind.holds), "compile": kind.holds["fingerprint"]["digest"]}
+            for kind in job.kinds
+        }
     record.write(arguments.record)
 
 

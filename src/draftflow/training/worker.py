@@ -17,11 +17,12 @@ import signal
 import socket
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from draftflow.compile_cache.kinds import Kind, kind_of_this_process, read_kind
 from draftflow.stage import as_refusal, say, write_json, write_text
 from draftflow.training.devices import Devices, from_settings, process_environment
 from draftflow.training.exchange import Notes
@@ -33,15 +34,16 @@ PATIENCE = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker works on: the stage's settings, its paths, and the name of the run's checkpoint folder."""
+    """What a worker works on: the stage's settings, its paths, the name of the run's checkpoint folder, and the kinds
+    of devices that were warmed."""
 
     settings: dict[str, Any]
-    fingerprint: Path
     rows: Path
     target: Path
     checkpoints: Path
     metrics: Path
     tensorboard: Path
+    kinds: list[Kind] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -50,13 +52,15 @@ class Job:
 
     def write(self, path: Path) -> None:
         """Write to `path`, for `read_job`."""
-        write_json(path, {name: value if name == "settings" else str(value) for name, value in vars(self).items()})
+        paths = {name: str(value) for name, value in vars(self).items() if isinstance(value, Path)}
+        write_json(path, {"settings": self.settings, **paths, "kinds": [kind.written() for kind in self.kinds]})
 
 
 def read_job(path: Path) -> Job:
     """The job that `Job.write` wrote."""
     values = json.loads(path.read_text(encoding="utf-8"))
-    return Job(settings=values.pop("settings"), **{name: Path(value) for name, value in values.items()})
+    settings, kinds = values.pop("settings"), [read_kind(written) for written in values.pop("kinds")]
+    return Job(settings, **{name: Path(value) for name, value in values.items()}, kinds=kinds)
 
 
 def main() -> None:
@@ -66,6 +70,7 @@ def main() -> None:
     parser.add_argument("--exchange", type=Path, required=True)
     parser.add_argument("--on-node", type=int, required=True, help="number of the node")
     parser.add_argument("--address", required=True, help="of this node")
+    parser.add_argument("--caches", type=json.loads, required=True, help="folders by kind of device, if of several")
     arguments = parser.parse_args()
     place, exchange = int(os.environ["LOCAL_RANK"]), arguments.exchange
     rank = place
@@ -75,7 +80,7 @@ def main() -> None:
         devices = from_settings(job.settings)
         rank += arguments.on_node * devices.per_node  # torchrun knows one node
         os.environ.update(process_environment(devices, place))
-        outcome = _work(job, devices, rank, exchange, arguments.address)
+        outcome = _work(job, devices, rank, exchange, arguments.address, arguments.caches)
         if rank == 0:
             write_json(exchange / "outcome.json", outcome)
     except BaseException as error:
@@ -85,16 +90,17 @@ def main() -> None:
         os._exit(1)  # at once: to end in good order may take an answer of ranks that wait for this one
 
 
-def _work(job: Job, devices: Devices, rank: int, exchange: Path, address: str) -> dict[str, Any] | None:
+def _work(
+    job: Job, devices: Devices, rank: int, exchange: Path, address: str, caches: dict[str, str]
+) -> dict[str, Any] | None:
     """Train as the job says, and what came of it; or run the target for those that train, and None."""
     # Only now, when the process sees its one device
     import torch
     import torch.distributed as dist
 
     from draftflow.compile_cache.guard import Guard
-    from draftflow.compile_cache.location import as_fingerprinted
+    from draftflow.compile_cache.location import folder_variables
     from draftflow.drafter.attention import forbid_dense
-    from draftflow.environment.fingerprint import require_same
     from draftflow.training import checkpoint
     from draftflow.training.data import read_rows
     from draftflow.training.loop import Loop, Stop
@@ -107,8 +113,9 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path, address: str) -
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, stop)
     write_text(exchange / f"{rank}.pid", str(os.getpid()))
-    with as_fingerprinted(json.loads(job.fingerprint.read_text())["compile"]["fields"]):
-        require_same(job.fingerprint)
+    kind = kind_of_this_process(job.kinds, devices.nodes)
+    if caches:
+        os.environ.update(folder_variables(Path(caches[kind.name])))
     if devices.split:  # a message that NCCL waits for keeps a part of the GPU busy, less with fewer channels
         os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
     if devices.processes > 1:
@@ -156,6 +163,10 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path, address: str) -
     if rank == 0:
         before = "" if found is None else found.metrics()
         metrics = Metrics(job.metrics, job.tensorboard, before, first, hyper.steps)
+    topology = devices.topology(_of_ranks(devices, socket.gethostname())[:: devices.per_node])
+    if caches:
+        for told, name in zip(topology["ranks"], _of_ranks(devices, kind.name), strict=True):
+            told["kind"] = name
     loop = Loop(
         process,
         hyper,
@@ -164,7 +175,7 @@ def _work(job: Job, devices: Devices, rank: int, exchange: Path, address: str) -
         evaluate_every=training["evaluate_every"],
         checkpoint_every=training["checkpoint_every"],
         checkpoints=job.checkpoints,
-        facts={"resumed_from": None if found is None else found.step, "topology": devices.topology(_hosts(devices))},
+        facts={"resumed_from": None if found is None else found.step, "topology": topology},
         earlier_guards=[] if found is None else found.state["run"]["guard"],
         metrics=metrics,
         on_first_step=stepped,
@@ -208,15 +219,15 @@ def _meeting(devices: Devices, rank: int, exchange: Path, address: str) -> dict[
     return {"store": store, "rank": rank, "world_size": devices.processes}
 
 
-def _hosts(devices: Devices) -> list[str]:
-    """The name of the host of every node."""
+def _of_ranks(devices: Devices, value: str) -> list[Any]:
+    """What every rank says; on one node all are taken to say the same."""
     if devices.nodes == 1:
-        return [socket.gethostname()]
+        return [value] * devices.processes
     import torch.distributed as dist
 
-    hosts: list[Any] = [None] * devices.processes
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts[:: devices.per_node]
+    values: list[Any] = [None] * devices.processes
+    dist.all_gather_object(values, value)
+    return values
 
 
 def hyperparameters(settings: dict[str, Any]) -> Any:
