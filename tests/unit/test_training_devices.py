@@ -26,6 +26,7 @@ class Gpu:
 
 
 GPUS = [Gpu(index) for index in range(8)]
+A100 = Gpu(8, "NVIDIA A100")
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,8 @@ def everything_visible(monkeypatch):
         ([7, 5], GPUS, Devices("cuda", (7, 5), "nvidia-h200")),
         ({"target": [0, 1], "drafter": [7, 5]}, GPUS, Devices("cuda", (7, 5), "nvidia-h200", (0, 1))),
         ({"target": [3], "drafter": [3]}, GPUS, Devices("cuda", (3,), "nvidia-h200", (3,))),
+        ([7, 8], [*GPUS, A100], Devices("cuda", (7, 8), "nvidia-a100-and-nvidia-h200")),
+        ({"target": [8], "drafter": [0]}, [*GPUS, A100], Devices("cuda", (0,), "nvidia-a100-and-nvidia-h200", (8,))),
         ({"target": "cpu", "drafter": "cpu:2"}, GPUS, Devices("cpu", (0, 1), "cpu", (2,))),
         ({"nodes": 2, "per_node": 4}, [], Devices("cuda", (0, 1, 2, 3), "cuda", nodes=2, allotted=True)),
         ({"nodes": 1, "per_node": "cpu:2"}, GPUS, Devices("cpu", (0, 1), "cpu", nodes=1, allotted=True)),
@@ -65,7 +68,8 @@ def test_setting_gives_devices(setting, gpus, expected):
         ([1, 9], GPUS[:2], "GPU 9 does not exist"),
         ([1, 1], GPUS, "names a GPU twice"),
         ("gpu", GPUS, "'gpu' names no devices"),
-        ("auto", [Gpu(0), Gpu(1, "NVIDIA A100")], "different kinds: NVIDIA A100, NVIDIA H200"),
+        ("auto", [*GPUS, A100], "different kinds: NVIDIA A100, NVIDIA H200.*Name those that are meant by their ids"),
+        (9, [*GPUS, A100], "different kinds: NVIDIA A100, NVIDIA H200"),
     ],
 )
 def test_impossible_settings_are_refused_with_key_and_remedy(setting, gpus, words):
@@ -84,12 +88,11 @@ def test_impossible_settings_are_refused_with_key_and_remedy(setting, gpus, word
         ([0], [1, 9], ".drafter", "GPU 9 does not exist"),
         ("cpu", [1], "", "One role is on GPUs and the other on the CPU.*cpu:N for both"),
         ("auto", "cpu", ".target", "'auto' names no devices.*cpu:N for both"),
-        ([0], [8], "", "different kinds: NVIDIA A100, NVIDIA H200"),
     ],
 )
 def test_impossible_roles_are_refused_with_key_and_remedy(target, drafter, where, words):
     with pytest.raises(DraftflowError, match=words) as error:
-        resolve_devices({"target": target, "drafter": drafter}, [*GPUS, Gpu(8, "NVIDIA A100")])
+        resolve_devices({"target": target, "drafter": drafter}, GPUS)
     assert error.value.where == f"config key training.devices{where}"
     assert error.value.remedy
 

@@ -25,7 +25,8 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, targe
         target: folder of the prepared target.
 
     Returns:
-        counts: of the compile guard. caches: hits and misses of each. graphs: that were traced.
+        kind: the model of the GPU, or `cpu`. counts: of the compile guard. caches: hits and misses of each. graphs:
+        that were traced.
         first_pass_seconds: the first step and the evaluation, which compile or load; phases: where they went, of which
         `other` is running, importing and starting the device. step_seconds: of the third step. parts: seconds of the
         process from its start to the end of the first pass. kernels: Triton's, by name, that another step launches on a
@@ -97,6 +98,7 @@ def exercise(settings: dict[str, Any], world_size: int, fingerprint: Path, targe
     first_pass = parts["train"] + parts["evaluate"]
     by_phase = found.rounded()
     return {
+        "kind": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
         "counts": counts,
         "caches": hits_and_misses(folder, before, counts, asked, loaded_libraries(folder)),
         "graphs": counts["fx_graph_hits"] + counts["fx_graph_misses"] + counts["fx_graph_bypasses"],

@@ -3,7 +3,8 @@
 Compiling happens here and nowhere else. Every device runs the very step of training, in all shapes of the plan, in a
 process of its own that sees no other device. The cache folder is named by its key (see key.py) and is alone in hand
 while it is filled. What is in it from an earlier warm-up is kept if it is whole and a fresh start is not asked for; a
-bundle that was warmed elsewhere can be the beginning.
+bundle that was warmed elsewhere can be the beginning. The devices of one node may be of several kinds: the key then
+names all of them, and one of each is proved. Nodes of several kinds have a warm-up each (see kinds.py).
 No torch in this process.
 """
 
@@ -84,13 +85,15 @@ class WarmUp:
             raise _failed(f"{devices.kind}:{devices.ids[rank]}", done)
         return {"process_seconds": round(seconds, 3), **found}
 
-    def prove(self, compile_environment: dict[str, str], folder: Path, hold: location.Hold) -> dict[str, Any]:
-        """Exercise the step once more, in a fresh process on the first device, which must find everything.
+    def prove(
+        self, rank: int, compile_environment: dict[str, str], folder: Path, hold: location.Hold
+    ) -> dict[str, Any]:
+        """Exercise the step once more, in a fresh process on the device of `rank`, which must find everything.
 
         Raises:
             DraftflowError: it missed something, or the process failed.
         """
-        proof = self.on(0, compile_environment, hold)
+        proof = self.on(rank, compile_environment, hold)
         say(f"proof in a fresh process: {proof['first_pass_seconds']:.1f} s, {_hits(proof)}")
         counts = proof["counts"]
         missed = {f"misses of {name}": found["misses"] for name, found in proof["caches"].items() if found["misses"]}
@@ -154,9 +157,11 @@ def warm(work: WarmUp, cache: Path, fresh: bool, record: Record, start_from: Pat
         record["file_system"] = location.filesystem(folder)
         record["devices"] = list(_walk(work, environment, record, hold, folder))
         with record.part("proof"):
-            proof = work.prove(environment, folder, hold)
+            proof, *others = [work.prove(rank, environment, folder, hold) for rank in _one_of_each(record["devices"])]
         record["artefacts"] = {"files": len(manifest.write(folder)["files"]), "bytes": location.size_bytes(folder)}
     record["proof"] = proof
+    if others:
+        record["proofs_of_other_kinds"] = others
     first = record["devices"][0]
     record["cold_seconds"] = first["first_pass_seconds"] if first["cold"] else None
     record["warm_seconds"] = proof["first_pass_seconds"]
@@ -193,10 +198,12 @@ def in_use(work: WarmUp, warm_record: Path, held: Mapping[str, Any], record: Rec
                 say(f"warning: the compile cache is damaged ({path}: {words}{more}); compiling anew")
                 shutil.rmtree(folder)
                 environment = location.prepare(folder)
-                mended = work.on(0, environment, hold)
-                work.prove(environment, folder, hold)
+                ranks = _one_of_each(json.loads(warm_record.read_text(encoding="utf-8"))["devices"])
+                mended = [work.on(rank, environment, hold)["first_pass_seconds"] for rank in ranks]
+                for rank in ranks:
+                    work.prove(rank, environment, folder, hold)
                 manifest.write(folder)
-                told["recompiled_seconds"] = mended["first_pass_seconds"]
+                told["recompiled_seconds"] = round(sum(mended), 3)
         record["cache"] = told
         hold.share()
         yield CacheInUse(environment, hold)
@@ -259,7 +266,7 @@ def _walk(
     devices = work.devices
     for rank, device in enumerate(devices.ids):
         name = f"{devices.kind}:{device}" if devices.kind == "cuda" else "cpu"
-        say(f"{name}: compiling the step" if rank == 0 else f"{name}: the same kind of device, loading")
+        say(f"{name}: compiling the step" if rank == 0 else f"{name}: loading, or compiling for another kind of device")
         with record.part(name):
             found = work.on(rank, environment, hold)
         cold = found["caches"]["fx_graph"]["misses"] > 0
@@ -267,6 +274,12 @@ def _walk(
         yield {"device": name, "cold": cold, "size_bytes": location.size_bytes(folder), **found}
         if devices.kind == "cpu":
             return  # processes on CPUs are all alike
+
+
+def _one_of_each(devices: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Ranks of the first devices of each kind among those that were walked."""
+    kinds = [device["kind"] for device in devices]
+    return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
 
 
 def _memory(proof: dict[str, Any], dense_scores: int) -> dict[str, Any]:

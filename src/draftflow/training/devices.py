@@ -28,12 +28,12 @@ class Gpu(Protocol):
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run, all of one kind. Each has a process; those that train are ranks 0 to `count` - 1.
+    """The devices of a run, GPUs or the CPU. Each has a process; those that train are ranks 0 to `count` - 1.
 
     Attributes:
         kind: `cpu` or `cuda`.
         ids: of the devices of a node that train: GPU indices as nvidia-smi counts them; process numbers on the CPU.
-        slug: the device kind as a folder name, like `cpu` or `nvidia-h200`.
+        slug: the device kind, or kinds, as a folder name, like `cpu` or `nvidia-h200`.
         target_ids: of the devices that only run the target (split topology); empty where those that train do both.
         nodes: number of nodes, each with devices of these ids; one in the split topology.
         allotted: whether a scheduler hands out the devices of a node: ids are positions among them.
@@ -120,8 +120,8 @@ def resolve_devices(setting: Any, gpus: Sequence[Gpu], gpu_model: str | None = N
         gpu_model: of the GPUs that a scheduler hands out.
 
     Raises:
-        DraftflowError: no device is asked for, one does not exist or is named twice (in a role), the devices are of
-            different kinds, or the text is none of the above.
+        DraftflowError: no device is asked for, one does not exist or is named twice (in a role), devices that are not
+            named are of different kinds, or the text is none of the above.
     """
     if isinstance(setting, Mapping) and "nodes" in setting:
         return _allotted(setting, gpu_model)
@@ -129,7 +129,7 @@ def resolve_devices(setting: Any, gpus: Sequence[Gpu], gpu_model: str | None = N
     if isinstance(setting, Mapping):
         return _split(setting, seen)
     if setting == "auto":
-        return _cuda(seen, seen) if seen else _cpu(1)
+        return _cuda(seen, seen, named=False) if seen else _cpu(1)
     if isinstance(setting, str):
         return _cpu(_processes(setting, "Use auto, cpu, cpu:N, a number of GPUs or a list of GPU ids.", KEY))
     if isinstance(setting, int):
@@ -137,8 +137,8 @@ def resolve_devices(setting: Any, gpus: Sequence[Gpu], gpu_model: str | None = N
             raise DraftflowError("There is no training on zero devices.", "Ask for one at least, or for `cpu`.", KEY)
         if setting > len(seen):
             raise DraftflowError(f"{setting} GPUs are asked for and {_there(seen)}.", _remedy(seen), KEY)
-        return _cuda(seen[:setting], seen)
-    return _cuda(_listed(setting, seen, KEY), seen)
+        return _cuda(seen[:setting], seen, named=False)
+    return _cuda(_listed(setting, seen, KEY), seen, named=True)
 
 
 def require_same_on_all_hosts(setting: Any) -> None:
@@ -255,7 +255,7 @@ def _split(setting: Mapping[str, Any], seen: Sequence[Gpu]) -> Devices:
         ids = tuple(range(sum(counts.values())))
         return Devices("cpu", ids[: counts["drafter"]], "cpu", ids[counts["drafter"] :])
     gpus = {role: _listed(value, seen, where[role]) for role, value in setting.items()}
-    both = _cuda([*gpus["drafter"], *gpus["target"]], seen)
+    both = _cuda([*gpus["drafter"], *gpus["target"]], seen, named=True)
     count = len(gpus["drafter"])
     return Devices("cuda", both.ids[:count], both.slug, both.ids[count:])
 
@@ -288,15 +288,16 @@ def _cpu(count: int) -> Devices:
     return Devices("cpu", tuple(range(count)), "cpu")
 
 
-def _cuda(chosen: Sequence[Gpu], seen: Sequence[Gpu]) -> Devices:
+def _cuda(chosen: Sequence[Gpu], seen: Sequence[Gpu], named: bool) -> Devices:
+    """GPUs of several models only where each was named: `auto` is not to take a display's along."""
     names = sorted({gpu.name for gpu in chosen})
-    if len(names) > 1:
+    if len(names) > 1 and not named:
         raise DraftflowError(
             f"The devices are of different kinds: {', '.join(names)}.",
-            f"Name devices of one kind; {_there(seen)}.",
+            f"Name those that are meant by their ids; {_there(seen)}.",
             KEY,
         )
-    return Devices("cuda", tuple(gpu.index for gpu in chosen), _slug(names[0]))
+    return Devices("cuda", tuple(gpu.index for gpu in chosen), "-and-".join(map(_slug, names)))
 
 
 def _slug(name: str) -> str:
