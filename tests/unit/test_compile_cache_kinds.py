@@ -2,11 +2,13 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
-from draftflow.compile_cache import key, kinds, location, manifest
+from draftflow.compile_cache import bundle, key, kinds, location, manifest
 from draftflow.compile_cache.kinds import kind_of_this_process, kinds_of_run, read_kind, unlike
+from draftflow.compile_cache.local import local_caches
 from draftflow.compile_cache.warm import all_in_use
 from draftflow.environment import fingerprint
 from draftflow.errors import DraftflowError
@@ -134,3 +136,19 @@ def test_a_damaged_cache_of_a_kind_is_refused(project):
         all_in_use(project.kinds(), Record("train")),
     ):
         pass
+
+
+def test_each_node_unpacks_the_caches_of_all_kinds(project, tmp_path):
+    bundles = [tmp_path / f"bundle-{name}.tar.xz" for name in project.names]
+    for record, packed in zip(project.records, bundles, strict=True):
+        bundle.pack(record, packed)
+    found = kinds_of_run(project.names, project.fingerprints, project.records, bundles, project.plan)
+    record = Record("node")
+    with local_caches(found, str(tmp_path / "disk"), record) as cache:
+        kernels = {name: (Path(folder) / "inductor/kernel.so").read_text() for name, folder in cache.folders.items()}
+        assert kernels == {"new": "new", "old": "old"}
+        assert all(Path(folder).is_relative_to(tmp_path / "disk") for folder in cache.folders.values())
+        assert {name: told["files"] for name, told in record["cache"].items()} == {"new": 1, "old": 1}
+    with local_caches(found[:1], str(tmp_path / "disk"), record) as cache:
+        assert (cache.folders, record["cache"]["files"]) == ({}, 1)
+        assert "TRITON_CACHE_DIR" in cache.environment

@@ -153,6 +153,19 @@ def test_a_job_of_several_nodes_asks_for_gpus_by_node(root):
     assert remote(root).resources(0, nodes=2) == {"gpu": 0, **spread}
 
 
+def test_a_job_on_one_node_asks_for_the_first_kind_and_one_on_several_for_none(root):
+    kinds = {"b": {"constraint": "b"}, "a": {"constraint": "a"}}
+    flow = remote(root, cluster={"kinds": kinds})
+    assert flow.resources(8) == {"gpu": 8, "gpus_per_node": 8, "nodes": 1, "constraint": "b"}
+    assert flow.resources(0) == {"gpu": 0, "nodes": 1, "constraint": "b"}
+    assert "constraint" not in flow.resources(8, nodes=2)
+    assert flow.other_kinds == ["a"]
+    assert flow.warm_record == remote(root).warm_record
+    assert "constraint" not in Workflow(load({"cluster": {"kinds": kinds}}), root).resources(8)
+    with pytest.raises(DraftflowError, match="do not ask for the same resources"):
+        _ = remote(root, cluster={"kinds": {"a": {"constraint": "a"}, "b": {"slurm_partition": "b"}}}).kinds
+
+
 def test_a_job_asks_for_cores_by_device(root):
     assert remote(root, cluster={"cores_per_device": 6}).cores(4) == 24
 
