@@ -88,14 +88,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Project:
-    """A folder in which the workflow runs, and variables that its processes have beside those of the tests."""
+    """A folder in which the workflow runs, variables that its processes have beside those of the tests, and how the
+    interpreter starts Snakemake."""
 
     folder: Path
     variables: Mapping[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ("-m", "snakemake")
 
     def command(self, *arguments: str) -> list[str]:
         """The command line of a Snakemake in this folder."""
-        command = [sys.executable, "-m", "snakemake", "--snakefile", ROOT / "Snakefile", "--directory", self.folder]
+        command = [sys.executable, *self.program, "--snakefile", ROOT / "Snakefile", "--directory", self.folder]
         return [*map(str, command), *arguments]
 
     def snakemake(self, *arguments: str, timeout: float = 900) -> Result:
