@@ -49,7 +49,7 @@ class Captured:
         features: Tensor,
     ):
         self._parameters = list(parameters)
-        self._inputs = [torch.clone(value) for value in self._read(batch, features)]
+        self._inputs = [_alike(value) for value in self._read(batch, features)]
         fixed_features, positions, valid, *rest = self._inputs
         fixed = replace(batch, anchors=Anchors(positions, valid), **dict(zip(READ, rest, strict=True)))
         stream = torch.cuda.Stream()
@@ -66,7 +66,8 @@ class Captured:
         with torch.cuda.graph(self._forward, pool, stream, "thread_local"):
             hidden = forward(fixed, fixed_features)
         with torch.cuda.graph(self._backward, pool, stream, "thread_local"):
-            self._gradients = torch.autograd.grad(hidden, self._parameters, self._gradient)
+            found = torch.autograd.grad(hidden, self._parameters, self._gradient)
+            self._gradients = [gradient.contiguous() for gradient in found]  # as `backward` leaves them
         self._hidden = hidden.detach()
 
     def forward(self, batch: Batch, features: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class Captured:
         return self._hidden
 
     def backward(self, rows: Tensor, gradient: Tensor) -> None:
-        """Set the parameters' `grad`, which stand until the next call.
+        """Set the parameters' `grad`, which stand until the next `forward`: that has the same memory to work in.
 
         Args:
             rows: [M] int64, of the hidden states that have a gradient; the others have none.
@@ -90,3 +91,8 @@ class Captured:
     @staticmethod
     def _read(batch: Batch, features: Tensor) -> list[Tensor]:
         return [features, *batch.anchors, *(getattr(batch, name) for name in READ)]
+
+
+def _alike(value: Tensor) -> Tensor:
+    """A copy with the strides of `value`, for which code was compiled: features may be a part of wider ones."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
