@@ -176,6 +176,7 @@ class Draftflow(Trainer):
         self.step.drafter.load_state_dict({name: value.to(case.device) for name, value in case.weights.items()})
         self.step.drafter.to(case.dtype)
         self.has_optimizer = False
+        self._recorded: dict[bool, tuple[Any, bool]] = {}
         if not case.compiled:
             self.step.drafter._run = EAGER
 
@@ -204,14 +205,19 @@ class Draftflow(Trainer):
             for parameter in step.drafter.parameters():
                 parameter.data, parameter.grad = parameter.data.float(), None
             step.forget()  # where the weights were
+            self._recorded.clear()
             step.optimizer, self.has_optimizer = Optimizer(step.drafter, self.hyper, self.case.dtype), True
         step.source = source or (lambda _: self._features(sample, setting))
         step.train(sample.batch, 0)
 
     def _set(self, setting: str) -> Step:
-        self.step.objective = Objective(self.objectives[setting], self.case.gamma)
-        self.step.drafter.use_float8(setting == "fp8")
-        return self.step
+        step, drafter, in_float8 = self.step, self.step.drafter, setting == "fp8"
+        step.objective = Objective(self.objectives[setting], self.case.gamma)
+        if drafter.fc.float8 != in_float8:  # a replay would multiply as it was recorded; each has its own
+            self._recorded[not in_float8] = step._captured, step._trained
+            step._captured, step._trained = self._recorded.get(in_float8, (None, False))
+            drafter.use_float8(in_float8)
+        return step
 
     def _features(self, sample: Sample, setting: str) -> Tensor:
         return sample.features_and_last if self.objectives[setting] == "kl" else sample.features

@@ -157,6 +157,25 @@ def test_the_step_in_float8_is_measured_where_the_device_has_it(monkeypatch):
     assert len(products) > 0
 
 
+def test_what_was_recorded_without_float8_is_not_replayed_with_it():
+    from trainers import Draftflow
+
+    found = measurement()
+    trainer, sample = Draftflow(found.case), found.samples[0]
+    trainer.restore()
+    trainer.forward_backward(sample, "")
+    recorded = trainer.step._captured = object()
+    assert trainer._set("KL")._captured is recorded
+    assert (trainer._set("fp8")._captured, trainer.step._trained) == (None, False)
+    trainer.forward_backward(sample, "fp8")
+    assert trainer._set("")._captured is recorded
+    assert (trainer._set("fp8")._captured, trainer.step._trained) == (None, True)
+    trainer._set("")
+    trainer.step._captured = None
+    trainer.train(sample, "")  # the weights move
+    assert (trainer._set("fp8")._captured, trainer.step._trained) == (None, False)
+
+
 def test_anchors_that_are_given_make_the_losses_equal(tmp_path):
     trainers = ["--trainer", "draftflow", "--trainer", "SpecForge", "--given-anchors"]
     (case,) = run(tmp_path, "--peers", str(fetched_peers.folder()), *trainers)["cases"]
