@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,10 @@ from training_cases import make_case, make_loop
 from draftflow.drafter.loss import Objective
 from draftflow.drafter.mask import allowed
 from draftflow.drafter.model import Drafter
+from draftflow.errors import DraftflowError
 from draftflow.training.metrics import expected_acceptance_length
 from draftflow.training.optimizer import Hyperparameters, Optimizer
+from draftflow.training.process import make_process, use_device
 from draftflow.training.step import read_statistics
 
 DECAY = Objective("decay", 4.0)
@@ -124,6 +127,16 @@ def test_two_hundred_steps_in_float8_track_those_in_fp32(case, tmp_path):
     assert losses["fp32"][3] < 0.7 * losses["fp32"][0]
     # the same batches; each product is some 4 % off, the weights' gradients 6 %, and neither has a direction
     torch.testing.assert_close(losses["bf16"], losses["fp32"], rtol=0.05, atol=0)
+
+
+def test_float8_is_asked_of_a_device_that_trains_and_not_of_one_that_runs_the_target(case, loop, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    plan = replace(loop.process.step.plan, device_kind="cuda", precision="bfloat16", float8=True)
+    assert use_device(plan).type == "cuda"
+    arguments = (loop.process.step.drafter.shape, plan, loop.hyper, (), case["target"], 0.0)
+    with pytest.raises(DraftflowError, match=r"training.precision: .*NVIDIA A100 \(compute capability 8.0\)"):
+        make_process(*arguments)
 
 
 def test_steps_equal_plain_autograd_clipping_and_adamw(loop):

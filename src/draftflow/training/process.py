@@ -53,7 +53,12 @@ def make_process(
 
     Args:
         source: of features, where it is not this process that computes them. Its target then has no layers.
+
+    Raises:
+        DraftflowError: the device does not have the float8 products of the plan.
     """
+    if plan.float8:
+        check_precision("fp8", "cuda", [(torch.cuda.get_device_name(), torch.cuda.get_device_capability())])
     compiler = threading.Thread(target=_import_compiler)
     compiler.start()  # while weights are read
     device = use_device(plan)
@@ -70,17 +75,10 @@ def make_process(
 
 
 def use_device(plan: Plan) -> torch.device:
-    """The device of this process; on the CPU, its share of the cores.
-
-    Raises:
-        DraftflowError: it does not have the float8 products of the plan.
-    """
+    """The device of this process; on the CPU, its share of the cores."""
     if plan.device_kind == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-        return torch.device("cpu")
-    if plan.float8:
-        check_precision("fp8", "cuda", [(torch.cuda.get_device_name(), torch.cuda.get_device_capability())])
-    return torch.device("cuda:0")
+    return torch.device("cuda:0" if plan.device_kind == "cuda" else "cpu")
 
 
 def make_batches(plan: Plan, hyper: Hyperparameters, rows: tuple[Rows, Rows], rank: int, world_size: int) -> Batches:
