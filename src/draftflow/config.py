@@ -277,7 +277,8 @@ class Training(Block):
     feature_cache_gb: float = Field(
         2.0,
         ge=0,
-        description="Host memory per process for features of rows that are visited again; 0 computes them each time.",
+        description="Memory per process for features of rows that are visited again; 0 computes them each time.\n"
+        "Of the GPU where there is room beside the step, or else of the host.",
     )
     seed: int = Field(0, ge=0, description="Seed of initial weights, order of rows and anchors.")
 

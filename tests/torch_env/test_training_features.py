@@ -3,10 +3,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from drafter_cases import tiny_shape
 from training_cases import make_rows, make_settings
 
 from draftflow.training.data import Batches, read_rows
-from draftflow.training.features import Colocated
+from draftflow.training.features import Colocated, fits_beside_step
+from draftflow.training.memory import step_bound
 from draftflow.training.plan import make_plan
 
 SHAPE = {"block_size": 4, "vocab_size": 400, "mask_token_id": 384, "hidden_size": 2, "target_layer_ids": (1, 3)}
@@ -86,3 +88,13 @@ def test_held_out_rows_are_not_taken_for_training_rows(make):
         features(batches.train(step))
     (held_out,) = batches.held_out()
     assert torch.equal(features(held_out), expected(held_out))
+
+
+def test_features_stay_on_a_gpu_only_where_the_step_has_room_beside_them():
+    plan = make_plan(vars(tiny_shape()), {**make_settings(), "row_length": 128}, "cuda", 1)
+    step = step_bound(plan, 0)["total"]
+    small = step // 100
+    assert fits_beside_step(plan, small, step + small)
+    assert not fits_beside_step(plan, small, step + small - 1)
+    assert not fits_beside_step(plan, 3 * step, 10 * step)
+    assert fits_beside_step(plan, 2 * step, 10 * step)

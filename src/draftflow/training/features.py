@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from draftflow.training.data import Batch
+from draftflow.training.memory import step_bound
 from draftflow.training.plan import Plan
 
 # Tokens that the target works on at a time: as few as keep the device busy.
 TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 4096}
-# Share of a GPU's free memory that features may be kept in; what trains is not there yet.
+# Share of a GPU's free memory that features may be kept in.
 MOST_OF_GPU = 0.25
 
 
 def row_shape(plan: Plan) -> tuple[int, int]:
     """Shape of the features of a row, [S, taps * H]."""
     return plan.row_length, len(plan.feature_layers) * plan.drafter["hidden_size"]
+
+
+def fits_beside_step(plan: Plan, size: int, free: int) -> bool:
+    """Whether features of `size` bytes leave a GPU room for the step, which is not yet there when `free` are free."""
+    return size <= min(MOST_OF_GPU * free, free - step_bound(plan, 0)["total"])
 
 
 class Source(Protocol):
@@ -61,8 +67,7 @@ class Colocated:
         extractor: `target.features.FeatureExtractor`, on `device`.
         plan: shapes.
         rows: number of rows of each split.
-        limit_gb: memory for features, in 10^9 bytes: of a GPU where that leaves it most of what is free, or else of the
-            host.
+        limit_gb: memory for features, in 10^9 bytes: of a GPU where there is room beside the step, or else of the host.
         device: where features are wanted.
 
     Attributes:
@@ -86,7 +91,8 @@ class Colocated:
         row_bytes = self._row[0] * self._row[1] * self._dtype.itemsize
         self.capacity = min(sum(rows.values()), int(limit_gb * 1e9) // row_bytes)
         # One allocation: pinning memory is slow, and pages of ordinary memory are not taken before they are written.
-        if device.type == "cuda" and self.capacity * row_bytes < MOST_OF_GPU * torch.cuda.mem_get_info(device)[0]:
+        size = self.capacity * row_bytes
+        if device.type == "cuda" and fits_beside_step(plan, size, torch.cuda.mem_get_info(device)[0]):
             self._kept = torch.empty(self.capacity, *self._row, dtype=self._dtype, device=device)
         else:
             self._kept = torch.empty(self.capacity, *self._row, dtype=self._dtype, pin_memory=device.type == "cuda")
