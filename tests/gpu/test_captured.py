@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from torch import Tensor  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 
 from draftflow.drafter.attention import forbid_dense  # noqa: E402
 from draftflow.drafter.loss import Objective  # noqa: E402
@@ -86,7 +87,9 @@ class Case:
         step, found = self.step(), []
         with forbid_dense():
             for number in range(STEPS):
+                graphs = counters["stats"]["unique_graphs"]
                 found.append(step.train(self.batches.train(number).to(self.device), number))
+                assert number == 0 or counters["stats"]["unique_graphs"] == graphs
                 if number == 3:
                     found.append(step.evaluate(self.batches.held_out()))
             assert (step._captured is not None) == replayed

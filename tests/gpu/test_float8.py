@@ -1,6 +1,5 @@
 """Linear layers in float8 where the fast products are: their numbers, and training with them beside bf16."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,16 +13,12 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch_env"))
 
 import torch.nn.functional as F  # noqa: E402
-from safetensors.numpy import save_file  # noqa: E402
-from tiny import make_config, make_tokenizer, make_weights  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from training_cases import make_rows, make_settings  # noqa: E402
+from training_cases import FOR_GPU, make_case, make_settings  # noqa: E402
 
 from draftflow.compile_cache.exercise import kernels_of  # noqa: E402
 from draftflow.drafter import float8  # noqa: E402
 from draftflow.environment.builds import detect_gpus  # noqa: E402
-from draftflow.stage import Record  # noqa: E402
-from draftflow.target.prepare import prepare  # noqa: E402
 from draftflow.training.data import read_rows  # noqa: E402
 from draftflow.training.devices import resolve_devices  # noqa: E402
 from draftflow.training.plan import FLOAT8_CAPABILITY, plan_of_run  # noqa: E402
@@ -89,25 +84,17 @@ def test_the_kernel_that_turns_a_matrix_turns_it(shape):
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     """A target whose heads fit the GPU's attention, and rows of whole tiles."""
-    folder = tmp_path_factory.mktemp("case")
-    source = folder / "model"
-    source.mkdir()
-    config = {**make_config(), "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
-    (source / "config.json").write_text(json.dumps(config))
-    save_file(make_weights(config), source / "model.safetensors", metadata={"format": "pt"})
-    make_tokenizer().save_pretrained(source)
-    prepare({"source": str(source)}, None, folder / "target", Record("prepare_target"))
-    make_rows(folder / "rows.safetensors", train=60, held_out=6, length=LENGTH)
-    return folder
+    rows = {"train": 60, "held_out": 6, "length": LENGTH}
+    return make_case(tmp_path_factory.mktemp("case"), rows, **FOR_GPU)
 
 
 def process_in(precision, case):
     devices = resolve_devices(1, detect_gpus())
     changes = {"steps": STEPS, "learning_rate": 1.5e-4, "rows_per_step": 2, "anchors_per_row": 64}
     settings = {**make_settings(devices, precision=precision, **changes), "row_length": LENGTH}
-    shape, plan = plan_of_run(settings, case / "target", "cuda", 1)
-    rows = read_rows(case / "rows.safetensors", LENGTH)
-    return make_process(shape, plan, hyperparameters(settings), rows, case / "target", 0.0)
+    shape, plan = plan_of_run(settings, case["target"], "cuda", 1)
+    rows = read_rows(case["rows"], LENGTH)
+    return make_process(shape, plan, hyperparameters(settings), rows, case["target"], 0.0)
 
 
 def products_of(process, batch):

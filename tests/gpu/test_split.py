@@ -18,14 +18,9 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch_env"))
 
-from safetensors.numpy import save_file  # noqa: E402
-from tiny import make_config, make_tokenizer, make_weights  # noqa: E402
-from training_cases import Stage, make_rows, make_settings, read_metrics  # noqa: E402
+from training_cases import FOR_GPU, Stage, make_case, make_settings, read_metrics  # noqa: E402
 
 from draftflow.environment.builds import detect_gpus  # noqa: E402
-from draftflow.environment.fingerprint import take  # noqa: E402
-from draftflow.stage import Record, write_json  # noqa: E402
-from draftflow.target.prepare import prepare  # noqa: E402
 from draftflow.training.devices import resolve_devices  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -45,22 +40,8 @@ def settings_of(devices):
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     """A target whose heads fit the GPU's attention, and rows of whole tiles."""
-    folder = tmp_path_factory.mktemp("case")
-    source = folder / "model"
-    source.mkdir()
-    config = {**make_config(), "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
-    (source / "config.json").write_text(json.dumps(config))
-    save_file(make_weights(config), source / "model.safetensors", metadata={"format": "pt"})
-    make_tokenizer().save_pretrained(source)
-    prepare({"source": str(source)}, None, folder / "target", Record("prepare_target"))
-    make_rows(folder / "rows.safetensors", train=60, held_out=6, length=LENGTH)
-    write_json(folder / "install.json", {"packages": {}})
-    write_json(folder / "fingerprint.json", take({"packages": {}}))
-    return {
-        "target": folder / "target",
-        "rows": folder / "rows.safetensors",
-        "fingerprint": folder / "fingerprint.json",
-    }
+    rows = {"train": 60, "held_out": 6, "length": LENGTH}
+    return make_case(tmp_path_factory.mktemp("case"), rows, **FOR_GPU)
 
 
 def trained(stage, settings, folder):

@@ -8,6 +8,7 @@ that a row is left for the mask token.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -104,10 +105,10 @@ def make_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     return weights
 
 
-def make_target(folder: Path, kind: str = "llama", layers: int = 8, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer to `folder`, as a user's own target folder would have them."""
+def make_target(folder: Path, kind: str = "llama", layers: int = 8, seed: int = 0, **changes: Any) -> Path:
+    """Write config (with `changes`), weights and tokenizer to `folder`, as a user's own folder of a target has them."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = make_config(kind, layers)
+    config = {**make_config(kind, layers), **changes}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(make_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer().save_pretrained(folder)

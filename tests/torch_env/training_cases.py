@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from draftflow.target.prepare import prepare
 from draftflow.training.devices import Devices
 
 ROW = 64
+# Of a target's config: heads that fit the GPU's attention
+FOR_GPU = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
 CPU = Devices("cpu", (0,), "cpu")
 
 
@@ -48,11 +51,16 @@ def make_rows(path: Path, train: int = 10, held_out: int = 3, seed: int = 0, len
     save_file(tensors, path)
 
 
-def make_case(folder: Path) -> dict[str, Path]:
-    """Everything that the stages are given by path: `target`, `rows`, `fingerprint`."""
-    source = make_target(folder / "model")
+def make_case(folder: Path, rows: Mapping[str, int] | None = None, **config: Any) -> dict[str, Path]:
+    """Everything that the stages are given by path: `target`, `rows`, `fingerprint`.
+
+    Args:
+        rows: as of `make_rows`.
+        config: what is other than usual of the target's.
+    """
+    source = make_target(folder / "model", **config)
     prepare({"source": str(source)}, None, folder / "target", Record("prepare_target"))
-    make_rows(folder / "rows.safetensors")
+    make_rows(folder / "rows.safetensors", **(rows or {}))
     write_json(folder / "install.json", {"packages": {}})
     write_json(folder / "fingerprint.json", take({"packages": {}}))
     return {
