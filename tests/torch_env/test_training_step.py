@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from training_cases import make_case, make_loop
 
+from draftflow.checks.weights import drafter_checks
 from draftflow.drafter.loss import Objective
 from draftflow.drafter.mask import allowed
 from draftflow.drafter.model import Drafter
@@ -135,8 +137,10 @@ def test_float8_is_asked_of_a_device_that_trains_and_not_of_one_that_runs_the_ta
     plan = replace(loop.process.step.plan, device_kind="cuda", precision="bfloat16", float8=True)
     assert use_device(plan).type == "cuda"
     arguments = (loop.process.step.drafter.shape, plan, loop.hyper, (), case["target"], 0.0)
-    with pytest.raises(DraftflowError, match=r"training.precision: .*NVIDIA A100 \(compute capability 8.0\)"):
-        make_process(*arguments)
+    checked = partial(drafter_checks, case["target"], case["target"], {}, plan)
+    for work in (partial(make_process, *arguments), checked):
+        with pytest.raises(DraftflowError, match=r"training.precision: .*NVIDIA A100 \(compute capability 8.0\)"):
+            work()
 
 
 def test_steps_equal_plain_autograd_clipping_and_adamw(loop):

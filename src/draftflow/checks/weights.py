@@ -32,6 +32,7 @@ from draftflow.training.data import read_rows
 from draftflow.training.devices import from_settings
 from draftflow.training.export import final_checkpoint
 from draftflow.training.plan import Plan, make_plan
+from draftflow.training.process import require_products
 
 MOVED = 1e-4  # least relative movement; rounding over 1,000,000 steps of fp32 explains less
 
@@ -192,7 +193,11 @@ def drafter_checks(folder: Path, target_folder: Path, row: dict[str, Tensor], pl
         target_folder: the prepared target.
         row: a held-out row, `input_ids`, `document_ids`, `position_ids` and `loss_mask`, [S] each.
         plan: of the training run.
+
+    Raises:
+        DraftflowError: the run was in float8, and the device here has none.
     """
+    require_products(plan)
     device = plan.device_kind
     target = load_target(target_folder, device, torch.float32)
     drafter = checkpoint.load(folder, device, torch.float32)

@@ -57,8 +57,7 @@ def make_process(
     Raises:
         DraftflowError: the device does not have the float8 products of the plan.
     """
-    if plan.float8:
-        check_precision("fp8", "cuda", [(torch.cuda.get_device_name(), torch.cuda.get_device_capability())])
+    require_products(plan)
     compiler = threading.Thread(target=_import_compiler)
     compiler.start()  # while weights are read
     device = use_device(plan)
@@ -72,6 +71,16 @@ def make_process(
     step = Step(plan, shape, loaded, source, hyper, device)
     compiler.join()
     return Process(device, batches, source, step)
+
+
+def require_products(plan: Plan) -> None:
+    """See that the device of this process has the products that the drafter of a plan is computed with.
+
+    Raises:
+        DraftflowError: float8 on a GPU that has none.
+    """
+    if plan.float8:
+        check_precision("fp8", "cuda", [(torch.cuda.get_device_name(), torch.cuda.get_device_capability())])
 
 
 def use_device(plan: Plan) -> torch.device:
