@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,20 +170,15 @@ class Cluster:
         return [line.split("|") for line in lines]
 
     def lose(self, node: str) -> None:
-        """Have a node die: its daemon and all that runs there is gone at once, and Slurm is told."""
+        """Have a node die: its daemon and all that runs there is gone, unheard by Slurm, which is then told.
+
+        Slurm's own processes go first: one that sees its job end would still report it as failed.
+        """
+        os.kill(int((self.folder / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
         marks = [f"SLURMD_NODENAME={node}\0".encode(), f"SLURM_CONF={self.folder}/slurm.conf\0".encode()]
-        daemon = int((self.folder / f"slurmd-{node}.pid").read_text())
-        steps = [daemon]
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                variables = (process / "environ").read_bytes() + b"\0"
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                if all(mark in variables for mark in marks):
-                    steps += [int(process.name), parent]  # the parent of the first is Slurm's own
-        for process in dict.fromkeys(steps):
-            if process > 1 and process != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+        while found := _processes_with(*marks):
+            _kill({parent for parent in map(_parent, found) if _name(parent) == "slurmstepd"})
+            _kill(found)
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=died")
 
     def bring_back(self, node: str) -> None:
@@ -194,11 +189,10 @@ class Cluster:
     def left_over(self) -> dict[int, str]:
         """Processes that belong to this cluster or to a job of it, by their environment: id -> command."""
         found = {}
-        mark = f"SLURM_CONF={self.folder}/slurm.conf\0".encode()
-        for process in Path("/proc").glob("[0-9]*"):
+        for process in _processes_with(f"SLURM_CONF={self.folder}/slurm.conf\0".encode()):
             with contextlib.suppress(OSError):
-                if int(process.name) != os.getpid() and mark in (process / "environ").read_bytes() + b"\0":
-                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = Path(f"/proc/{process}/cmdline").read_bytes()
+                found[process] = command.replace(b"\0", b" ").decode()
         return found
 
     def _start(self) -> None:
@@ -326,6 +320,38 @@ class Cluster:
         self.run("scancel", "--user=root", "--state=PENDING")
         self.run("scancel", "--user=root", "--full", "--signal=KILL")
         self.wait(lambda: not self.jobs(), "end of all jobs")
+
+
+def _processes_with(*marks: bytes) -> set[int]:
+    """Processes, other than this, that live and have these variables, each as NAME=value and a zero byte."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (process / "environ").read_bytes() + b"\0"  # empty of one that is over
+            if int(process.name) != os.getpid() and all(mark in variables for mark in marks):
+                found.add(int(process.name))
+    return found
+
+
+def _parent(process: int) -> int:
+    """Process that started one; 0 of one that is gone."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _name(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _kill(processes: Iterable[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _path() -> str:

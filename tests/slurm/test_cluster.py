@@ -23,3 +23,19 @@ def test_jobs_get_gpus_of_their_own_and_none_of_them_outlives_the_cluster(passin
     assert slurm.left_over()
     bring_down()
     assert not slurm.left_over()
+
+
+def test_jobs_of_a_node_that_dies_are_in_the_queue_again_and_none_was_seen_to_fail(passing):
+    slurm, _ = passing
+    started = slurm.folder / "started"
+    shell = "for _ in 1 2 3 4 5 6 7 8; do sleep 600 & done; srun sleep 600 & touch {}-$SLURM_JOB_ID; wait"
+    jobs = [
+        slurm.run(
+            "sbatch", "--parsable", "--requeue", "--nodelist=node1", "--mem=100", f"--wrap={shell.format(started)}"
+        ).strip()
+        for _ in range(4)
+    ]
+    slurm.wait(lambda: all(slurm.folder.joinpath(f"started-{job}").exists() for job in jobs), "start of all jobs")
+    slurm.lose("node1")
+    slurm.wait(lambda: sorted(slurm.jobs()) == sorted([job, "PENDING", "(null)"] for job in jobs), "jobs in the queue")
+    slurm.bring_back("node1")

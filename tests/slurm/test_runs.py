@@ -147,7 +147,7 @@ def test_a_long_job_goes_on_after_its_time_a_kill_a_requeue_and_the_death_of_its
 def _start_again(driver, job):
     """Wait until Slurm has started a job again, at once and not after the minutes that it lets pass, and it trains."""
     cluster = driver.workflow.cluster
-    cluster.wait(lambda: cluster.jobs("-j", job)[0][1] == "PENDING", "job in the queue", 300)
+    cluster.wait(lambda: [state for _, state, _ in cluster.jobs("-j", job)] == ["PENDING"], "job in the queue", 300)
     for log in driver.workflow.folder.glob("logs/runs/long/*/train.log"):
         log.unlink()
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
