@@ -88,3 +88,29 @@ def test_what_is_recorded_is_fed_with_each_batch(case, graphs, tmp_path):
     recorded.backward(batch.supervised, gradient)
     assert recorded._gradient.sum() == gradient.sum()
     assert torch.equal(recorded._gradient[batch.supervised], gradient)
+
+
+def test_gradients_of_a_replayed_step_are_summed_over_ranks_as_one_tensor(case, graphs, tmp_path, monkeypatch):
+    """The other rank has gradients of all ones; each parameter has that sum, in the memory that is replayed into."""
+    process = make_loop(case, tmp_path).process
+    step, batches = process.step, process.batches
+    for number in range(2):
+        step.train(batches.train(number), number)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    sizes = []
+
+    def all_reduce(value, group):
+        sizes.append(value.numel())
+        value += 1
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    fixed = step._captured._gradients
+    alone = [gradient.clone() for gradient in fixed]
+    batch = batches.train(2)
+    step.forward_backward(batch, process.source(batch))
+    parameters = list(step.drafter.parameters())
+    assert sizes == [sum(parameter.numel() for parameter in parameters)]
+    for parameter, gradient, before in zip(parameters, fixed, alone, strict=True):
+        assert parameter.grad is gradient
+        torch.testing.assert_close(gradient, before + 1)  # what is replayed leaves a stand-in's gradients as they were

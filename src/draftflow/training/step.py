@@ -2,7 +2,7 @@
 
     features of the target (no gradient) -> mask -> fc, compiled layers, norm -> supervised proposals only
     -> frozen head and loss, gradient made in the same pass -> backward, each gradient summed over the ranks when it is
-    there -> clip -> AdamW or Muon
+    there, or all of a replayed step together -> clip -> AdamW or Muon
 
 Everything that is compiled has the static shapes of the plan. The number of supervised rows changes from batch to
 batch; what works on them (the loss) is not compiled. Nothing here waits for the device. On a GPU that is faster than
@@ -112,8 +112,7 @@ class Step:
             hidden.backward(torch.zeros_like(hidden).index_copy_(0, batch.supervised, gradient))
         else:
             self._captured.backward(batch.supervised, gradient)
-            for parameter in self.drafter.parameters():
-                self._reduce(parameter)
+            self._reduce_together()
         statistics = self._statistics(batch, loss, correct)
         self.mark("backward")
         return statistics
@@ -176,11 +175,25 @@ class Step:
         self._captured, self._trained = None, False
 
     def _reduce(self, parameter: Tensor) -> None:
-        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before if it is launched."""
-        if dist.is_initialized() and dist.get_world_size(self.group) > 1:
+        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before it."""
+        if self._several_ranks():
             work = dist.all_reduce(parameter.grad, group=self.group, async_op=True)
             assert work is not None
             self._reducing.append(work)
+
+    def _reduce_together(self) -> None:
+        """Sum the gradients of a replayed step over the ranks, as one tensor: there is no backward pass to do it
+        beside, and of small gradients each would take about as long as all of them."""
+        if self._several_ranks():
+            gradients = [parameter.grad for parameter in self.drafter.parameters() if parameter.grad is not None]
+            together = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(together, group=self.group)
+            parts = together.split([gradient.numel() for gradient in gradients])
+            summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+            torch._foreach_copy_(gradients, summed)
+
+    def _several_ranks(self) -> bool:
+        return dist.is_initialized() and dist.get_world_size(self.group) > 1
 
     def _sum_over_ranks(self, values: Tensor) -> None:
         if dist.is_initialized():
