@@ -30,8 +30,8 @@ from draftflow.drafter.shape import DrafterShape
 from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage
 from draftflow.target.taps import tap_layers
-from draftflow.training.memory import drafter_parameters, step_bound
-from draftflow.training.plan import make_plan
+from draftflow.training.memory import step_bound
+from draftflow.training.plan import Plan, drafter_parameters, make_plan, worth_capturing
 
 BEGIN, END = "<!-- tables of benchmarks/scaling.py -->", "<!-- end of the tables -->"
 
@@ -253,17 +253,24 @@ def all_reduce(size: float, ranks: int, machine: Machine) -> float:
     return machine.launch + min(ring, tree)
 
 
-def exposed_reduction(model: Model, backward: float, ranks: int, machine: Machine) -> float:
+def exposed_reduction(model: Model, times: Times, ranks: int, machine: Machine) -> float:
     """Seconds for which a step waits for gradients after its backward pass.
 
     Each gradient is summed as soon as it is there, one after the other: a layer's when the backward pass has gone
     through it, those of `fc` at the end, since every layer reads what it gives. A layer is eleven tensors: its seven
-    matrices, and four norms that cost a latency. Behind them comes the sum of the statistics.
+    matrices, and four norms that cost a latency. Where the step is replayed, all are summed as one tensor after it,
+    which they are copied to and from. Behind them comes the sum of the statistics.
+
+    Args:
+        times: of the rows of a rank.
     """
     if ranks == 1:
         return 0.0
-    layers = model.shape.layers
+    layers, backward = model.shape.layers, times.backward
     small = all_reduce(0.0, ranks, machine)
+    if worth_capturing(plan_of(model, round(times.rows))):
+        size = model.parameters * GRADIENT_BYTES
+        return all_reduce(size, ranks, machine) + 4 * size / machine.memory_bandwidth + small
     layer = all_reduce(model.layer_parameters * GRADIENT_BYTES, ranks, machine) + 10 * small
     free = 0.0
     for number in range(1, layers + 1):
@@ -305,7 +312,7 @@ class Point:
 def colocated(model: Model, gpus: int, rows: int, machine: Machine) -> Point:
     """Every GPU runs the target and trains."""
     times = model.times.for_rows(rows / gpus)
-    exposed = exposed_reduction(model, times.backward, gpus, machine)
+    exposed = exposed_reduction(model, times, gpus, machine)
     seconds = times.target + times.forward + times.backward + exposed + times.optimizer + overhead(model, machine)
     return Point(gpus, 0, rows, seconds, exposed)
 
@@ -323,7 +330,7 @@ def split(model: Model, drafters: int, targets: int, rows: int, machine: Machine
     them work than there is room.
     """
     times = model.times.for_rows(rows / drafters)
-    exposed = exposed_reduction(model, times.backward, drafters, machine)
+    exposed = exposed_reduction(model, times, drafters, machine)
     drafter = times.forward + times.backward + exposed + times.optimizer + overhead(model, machine)
     target = drafters * times.target / min(targets, STREAM_DEPTH * drafters)
     size = rows / drafters * model.batch_feature_bytes
@@ -354,11 +361,15 @@ def best_split(model: Model, gpus: int, machine: Machine, rows_each: int | None,
     return max(found, key=lambda point: point.rate, default=None)
 
 
+def plan_of(model: Model, rows: int) -> Plan:
+    """The plan of a GPU with so many rows."""
+    return make_plan(vars(model.shape), {**model.step, "rows_per_step": rows, "precision": "bf16"}, "cuda", 1)
+
+
 def memory_bytes(model: Model, rows: int, targets: bool) -> float:
     """Bound of a GPU's memory that trains, with the target on it or not."""
-    settings = {**model.step, "rows_per_step": rows, "precision": "bf16"}
     weights = 2 * model.target_parameters if targets else 2 * 2 * model.shape.vocab_size * model.shape.hidden_size
-    return step_bound(make_plan(vars(model.shape), settings, "cuda", 1), weights)["total"]
+    return step_bound(plan_of(model, rows), weights)["total"]
 
 
 # Tables. Of a number of GPUs: colocated, and the best split

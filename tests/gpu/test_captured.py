@@ -17,10 +17,9 @@ from torch._dynamo.utils import counters  # noqa: E402
 from draftflow.drafter.attention import forbid_dense  # noqa: E402
 from draftflow.drafter.loss import Objective  # noqa: E402
 from draftflow.drafter.shape import DrafterShape  # noqa: E402
-from draftflow.training.captured import worth_capturing  # noqa: E402
 from draftflow.training.data import Batches, rows_of_one_token  # noqa: E402
 from draftflow.training.optimizer import Hyperparameters  # noqa: E402
-from draftflow.training.plan import make_plan  # noqa: E402
+from draftflow.training.plan import make_plan, worth_capturing  # noqa: E402
 from draftflow.training.step import Step  # noqa: E402
 
 pytestmark = pytest.mark.gpu

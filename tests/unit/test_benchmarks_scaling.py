@@ -58,10 +58,22 @@ def test_gradients_hide_behind_the_backward_pass_but_for_the_last():
     layer_bytes = 2 * one.layer_parameters
     machine = replace(IDEAL, nvlink=Link(layer_bytes / 0.1, 0.0))
     last = 0.1 * one.fc_parameters / one.layer_parameters
-    assert scaling.exposed_reduction(one, 2.0, 2, machine) == pytest.approx(0.1 + last)
+    assert scaling.exposed_reduction(one, one.times, 2, machine) == pytest.approx(0.1 + last)
     # ten times slower, they are there one after the other from the first on, which is there after 0.4 s
     machine = replace(IDEAL, nvlink=Link(layer_bytes / 1.0, 0.0))
-    assert scaling.exposed_reduction(one, 2.0, 2, machine) == pytest.approx(0.4 + 5 * 1.0 + 10 * last - 2.0)
+    assert scaling.exposed_reduction(one, one.times, 2, machine) == pytest.approx(0.4 + 5 * 1.0 + 10 * last - 2.0)
+
+
+def test_gradients_of_a_step_that_is_replayed_are_summed_as_one_behind_it():
+    machine = Machine(Link(100e9, 1e-3), NOTHING, launch=1e-3, memory_bandwidth=1e12)
+    small = scaling.assumed("smollm2", machine)
+    size = 2 * small.parameters
+    # half a ring of both halves, and its two hops; read and written twice; then the statistics
+    whole = size / 100e9 + 2e-3 + 1e-3 + 4 * size / 1e12 + 3e-3
+    assert scaling.exposed_reduction(small, small.times, 2, machine) == pytest.approx(whole)
+    # with so many rows that the device is slower than its host, they are summed beside the backward pass
+    many = small.times.for_rows(800)
+    assert scaling.exposed_reduction(small, many, 2, machine) != pytest.approx(whole)
 
 
 def test_the_gradients_are_those_of_the_drafter():

@@ -14,21 +14,9 @@ from torch import Tensor, nn
 
 from draftflow.drafter.anchors import Anchors
 from draftflow.training.data import Batch
-from draftflow.training.memory import drafter_parameters
-from draftflow.training.plan import Plan
-
-# Operations of the drafter's matrix products in a step, forward and backward, from which on a GPU is no longer faster
-# than its host: some 20 to 30 ms of an H200.
-MOST_OPERATIONS = 2e13
 
 # What the drafter's forward reads of a batch, beside its anchors: of static shapes.
 READ = ("document_ids", "position_ids", "anchor_tokens", "block_positions")
-
-
-def worth_capturing(plan: Plan) -> bool:
-    """Whether the step of a plan may be launched more slowly than computed."""
-    rows = plan.rows * plan.anchors * plan.block_size
-    return plan.device_kind == "cuda" and 6.0 * rows * drafter_parameters(plan.drafter) < MOST_OPERATIONS
 
 
 class Captured:

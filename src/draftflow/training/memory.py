@@ -6,19 +6,10 @@ dense attention: a step that makes them is far beyond the bound. Standard librar
 
 from typing import Any
 
-from draftflow.training.plan import Plan
+from draftflow.training.plan import Plan, drafter_parameters
 
 # torch's allocator rounds and keeps pieces; cuBLAS and flex_attention have workspaces of their own
 SLACK_BYTES = 256 * 2**20
-
-
-def drafter_parameters(shape: dict[str, Any]) -> int:
-    """Number of trainable weights of a drafter, from the fields of its shape."""
-    hidden, head = shape["hidden_size"], shape["head_dim"]
-    queries, keys = shape["heads"] * head, shape["kv_heads"] * head
-    attention = hidden * (2 * queries + 2 * keys) + 2 * head
-    layer = attention + 3 * hidden * shape["intermediate_size"] + 2 * hidden
-    return len(shape["target_layer_ids"]) * hidden * hidden + shape["layers"] * layer + 2 * hidden
 
 
 def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:

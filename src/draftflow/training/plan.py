@@ -18,6 +18,10 @@ CUDA_TILE = 128
 CHUNK_BYTES = {"cpu": 96 * 2**20, "cuda": 640 * 2**20}
 CHUNK_ROWS = {"cpu": 32, "cuda": 256}
 
+# Operations of the drafter's matrix products in a step, forward and backward, from which on a GPU is no longer faster
+# than its host: some 20 to 30 ms of an H200.
+MOST_OPERATIONS = 2e13
+
 # The least compute capability of a GPU that multiplies float8
 FLOAT8_CAPABILITY = (8, 9)
 
@@ -56,6 +60,21 @@ class Plan:
         """Target layers whose output a step needs: the tapped ones, and for `kl` the last, which the head reads."""
         last = (self.drafter["num_target_layers"] - 1,) if self.loss == "kl" else ()
         return (*self.drafter["target_layer_ids"], *last)
+
+
+def drafter_parameters(shape: dict[str, Any]) -> int:
+    """Number of trainable weights of a drafter, from the fields of its shape."""
+    hidden, head = shape["hidden_size"], shape["head_dim"]
+    queries, keys = shape["heads"] * head, shape["kv_heads"] * head
+    attention = hidden * (2 * queries + 2 * keys) + 2 * head
+    layer = attention + 3 * hidden * shape["intermediate_size"] + 2 * hidden
+    return len(shape["target_layer_ids"]) * hidden * hidden + shape["layers"] * layer + 2 * hidden
+
+
+def worth_capturing(plan: Plan) -> bool:
+    """Whether the step of a plan may be launched more slowly than computed, and is recorded and replayed instead."""
+    rows = plan.rows * plan.anchors * plan.block_size
+    return plan.device_kind == "cuda" and 6.0 * rows * drafter_parameters(plan.drafter) < MOST_OPERATIONS
 
 
 def check_rows(settings: Mapping[str, Any], device_kind: str, world_size: int) -> None:

@@ -21,10 +21,10 @@ from draftflow.drafter.mask import layer_masks
 from draftflow.drafter.model import Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.target.load import Target
-from draftflow.training.captured import Captured, worth_capturing
+from draftflow.training.captured import Captured
 from draftflow.training.data import Batch
 from draftflow.training.optimizer import Hyperparameters, Optimizer
-from draftflow.training.plan import Plan
+from draftflow.training.plan import Plan, worth_capturing
 
 # Statistics of a step: [sum of weighted losses, what it is divided by, correct at k = 1.., supervised at k = 1..]
 SUMS = 2
