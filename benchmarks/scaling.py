@@ -31,7 +31,7 @@ from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage
 from draftflow.target.taps import tap_layers
 from draftflow.training.memory import step_bound
-from draftflow.training.plan import Plan, drafter_parameters, make_plan, worth_capturing
+from draftflow.training.plan import SUMMED_BYTES, Plan, drafter_parameters, make_plan, worth_capturing
 
 BEGIN, END = "<!-- tables of benchmarks/scaling.py -->", "<!-- end of the tables -->"
 
@@ -256,10 +256,10 @@ def all_reduce(size: float, ranks: int, machine: Machine) -> float:
 def exposed_reduction(model: Model, times: Times, ranks: int, machine: Machine) -> float:
     """Seconds for which a step waits for gradients after its backward pass.
 
-    Each gradient is summed as soon as it is there, one after the other: a layer's when the backward pass has gone
-    through it, those of `fc` at the end, since every layer reads what it gives. A layer is eleven tensors: its seven
-    matrices, and four norms that cost a latency. Where the step is replayed, all are summed as one tensor after it,
-    which they are copied to and from. Behind them comes the sum of the statistics.
+    Gradients are summed as soon as they are there, one after the other: a layer's when the backward pass has gone
+    through it, those of `fc` at the end, since every layer reads what it gives. A layer is up to seven sums, of its
+    matrices; small ones wait for one another, and the last of them come behind `fc`. Where the step is replayed, all
+    are summed as one tensor after it, which they are copied to and from. Behind them comes the sum of the statistics.
 
     Args:
         times: of the rows of a rank.
@@ -271,11 +271,12 @@ def exposed_reduction(model: Model, times: Times, ranks: int, machine: Machine) 
     if worth_capturing(plan_of(model, round(times.rows))):
         size = model.parameters * GRADIENT_BYTES
         return all_reduce(size, ranks, machine) + 4 * size / machine.memory_bandwidth + small
-    layer = all_reduce(model.layer_parameters * GRADIENT_BYTES, ranks, machine) + 10 * small
+    size = model.layer_parameters * GRADIENT_BYTES
+    layer = all_reduce(size, ranks, machine) + (min(7, math.ceil(size / SUMMED_BYTES)) - 1) * small
     free = 0.0
     for number in range(1, layers + 1):
         free = max(free, backward * number / layers) + layer
-    last = all_reduce(model.fc_parameters * GRADIENT_BYTES, ranks, machine) + 2 * small
+    last = all_reduce(model.fc_parameters * GRADIENT_BYTES, ranks, machine) + small
     return max(free, backward) + last + small - backward
 
 

@@ -119,14 +119,21 @@ def test_gradients_that_are_replayed_are_summed_over_ranks_as_well(monkeypatch: 
     case = Case(SHAPE, "decay")
     step = case.step()
     batch, gradients = case.batches.train(0).to(case.device), []
+
+    def doubled(value: Tensor, group: Any, async_op: bool) -> Any:
+        """A sum over two ranks of equal gradients."""
+        value.mul_(2)
+        return SimpleNamespace(wait=lambda: None)
+
     for ranks in (1, 1, 2, 2):  # launched, replayed; and of two ranks
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda ranks=ranks: ranks > 1)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-        monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, group: value.mul_(2))
+        monkeypatch.setattr(torch.distributed, "all_reduce", doubled)
         for parameter in step.drafter.parameters():
             parameter.grad = None
         step.forward_backward(batch, case.source(batch))
-        assert step._reducing == []
+        assert len(step._sums) == (ranks > 1)
+        step._end_sums()
         gradients.append([parameter.grad.clone() for parameter in step.drafter.parameters()])
     assert step._captured is not None
     for once, replayed, *twice in zip(*gradients, strict=True):

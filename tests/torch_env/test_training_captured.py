@@ -4,6 +4,7 @@ That a replay gives the numbers of a launch is tested on a GPU (tests/gpu/test_c
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,27 +91,64 @@ def test_what_is_recorded_is_fed_with_each_batch(case, graphs, tmp_path):
     assert torch.equal(recorded._gradient[batch.supervised], gradient)
 
 
-def test_gradients_of_a_replayed_step_are_summed_over_ranks_as_one_tensor(case, graphs, tmp_path, monkeypatch):
-    """The other rank has gradients of all ones; each parameter has that sum, in the memory that is replayed into."""
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """As if there were another rank, whose gradients are all ones; sizes of what was summed, in order."""
+    sizes = []
+
+    def all_reduce(value, group, async_op):
+        sizes.append(value.numel())
+
+        def wait():
+            value.add_(1)
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return sizes
+
+
+def test_gradients_of_a_replayed_step_are_summed_over_ranks_as_one_tensor(case, graphs, tmp_path, request):
+    """In the memory that is replayed into."""
     process = make_loop(case, tmp_path).process
     step, batches = process.step, process.batches
     for number in range(2):
         step.train(batches.train(number), number)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    sizes = []
-
-    def all_reduce(value, group):
-        sizes.append(value.numel())
-        value += 1
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     fixed = step._captured._gradients
-    alone = [gradient.clone() for gradient in fixed]
-    batch = batches.train(2)
+    alone = [gradient.clone() for gradient in fixed]  # and a stand-in's replay leaves them as they were
+    sizes, batch = request.getfixturevalue("two_ranks"), batches.train(2)
     step.forward_backward(batch, process.source(batch))
+    step._end_sums()
     parameters = list(step.drafter.parameters())
     assert sizes == [sum(parameter.numel() for parameter in parameters)]
     for parameter, gradient, before in zip(parameters, fixed, alone, strict=True):
         assert parameter.grad is gradient
-        torch.testing.assert_close(gradient, before + 1)  # what is replayed leaves a stand-in's gradients as they were
+        torch.testing.assert_close(gradient, before + 1)
+
+
+def test_gradients_are_summed_when_they_are_there_and_small_ones_together(case, tmp_path, request, monkeypatch):
+    process = make_loop(case, tmp_path).process
+    step, batch = process.step, process.batches.train(0)
+    features = process.source(batch)
+    step.forward_backward(batch, features)
+    parameters = list(step.drafter.parameters())
+    alone = [parameter.grad.clone() for parameter in parameters]
+    limit = max(parameter.numel() for parameter in parameters) * 4  # bytes of the largest, which is fc's
+    monkeypatch.setattr("draftflow.training.step.SUMMED_BYTES", limit)
+    for parameter in parameters:
+        parameter.grad = None
+    sizes = request.getfixturevalue("two_ranks")
+    step.forward_backward(batch, features)
+    whole = sum(parameter.numel() for parameter in parameters)
+    assert sum(sizes) == whole
+    assert step.drafter.fc.weight.numel() in sizes
+    # each but the last as large as is asked for, and no larger than it may become by one more that is small
+    assert all(limit <= 4 * size < 2 * limit for size in sizes[:-1])
+    assert 1 < len(sizes) < len(parameters)
+    step._end_sums()
+    for parameter, before in zip(parameters, alone, strict=True):
+        torch.testing.assert_close(parameter.grad, before + 1)
+    assert not step._sums
+    assert not step._small

@@ -4,8 +4,6 @@ Every term counts what is alive at the worst moment as if all were alive at once
 dense attention: a step that makes them is far beyond the bound. Standard library only.
 """
 
-from typing import Any
-
 from draftflow.training.plan import Plan, drafter_parameters
 
 # torch's allocator rounds and keeps pieces; cuBLAS and flex_attention have workspaces of their own

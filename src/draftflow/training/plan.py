@@ -22,6 +22,10 @@ CHUNK_ROWS = {"cpu": 32, "cuda": 256}
 # than its host: some 20 to 30 ms of an H200.
 MOST_OPERATIONS = 2e13
 
+# Bytes of gradients that are summed over ranks at a time, at least: a sum of fewer takes mostly its latency, some tens
+# of microseconds between GPUs of a node.
+SUMMED_BYTES = 8 * 2**20
+
 # The least compute capability of a GPU that multiplies float8
 FLOAT8_CAPABILITY = (8, 9)
 

@@ -1,8 +1,8 @@
 """The step: what one device does with one batch. Warm-up and training run this very object.
 
     features of the target (no gradient) -> mask -> fc, compiled layers, norm -> supervised proposals only
-    -> frozen head and loss, gradient made in the same pass -> backward, each gradient summed over the ranks when it is
-    there, or all of a replayed step together -> clip -> AdamW or Muon
+    -> frozen head and loss, gradient made in the same pass -> backward, gradients summed over the ranks when they are
+    there -> clip -> AdamW or Muon
 
 Everything that is compiled has the static shapes of the plan. The number of supervised rows changes from batch to
 batch; what works on them (the loss) is not compiled. Nothing here waits for the device. On a GPU that is faster than
@@ -24,7 +24,7 @@ from draftflow.target.load import Target
 from draftflow.training.captured import Captured
 from draftflow.training.data import Batch
 from draftflow.training.optimizer import Hyperparameters, Optimizer
-from draftflow.training.plan import Plan, worth_capturing
+from draftflow.training.plan import SUMMED_BYTES, Plan, worth_capturing
 
 # Statistics of a step: [sum of weighted losses, what it is divided by, correct at k = 1.., supervised at k = 1..]
 SUMS = 2
@@ -66,7 +66,9 @@ class Step:
         self.statistics = SUMS + 2 * (plan.block_size - 1)
         self.mark: Callable[[str], None] = lambda part: None
         self.group: dist.ProcessGroup | None = None
-        self._reducing: list[dist.Work] = []
+        self._small: list[Tensor] = []  # gradients that wait for others to be summed with
+        # what is being summed: the work, the tensor, and the gradients that it is of
+        self._sums: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         self._taps = self.drafter.fc.weight.shape[1]  # of the features, what the drafter reads
         self._trained = False
         self._captured: Captured | None = None
@@ -88,9 +90,7 @@ class Step:
         self.mark("features")
         statistics = self.forward_backward(batch, features)
         self._sum_over_ranks(statistics)
-        for work in self._reducing:
-            work.wait()
-        self._reducing.clear()
+        self._end_sums()
         self.mark("all_reduce")
         norm = self.optimizer.step(step, statistics[1])
         self.mark("optimizer")
@@ -112,7 +112,9 @@ class Step:
             hidden.backward(torch.zeros_like(hidden).index_copy_(0, batch.supervised, gradient))
         else:
             self._captured.backward(batch.supervised, gradient)
-            self._reduce_together()
+            if self._several_ranks():  # there is no backward pass to sum them beside
+                self._small = [parameter.grad for parameter in self.drafter.parameters() if parameter.grad is not None]
+        self._sum_small()
         statistics = self._statistics(batch, loss, correct)
         self.mark("backward")
         return statistics
@@ -175,22 +177,40 @@ class Step:
         self._captured, self._trained = None, False
 
     def _reduce(self, parameter: Tensor) -> None:
-        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before it."""
-        if self._several_ranks():
-            work = dist.all_reduce(parameter.grad, group=self.group, async_op=True)
-            assert work is not None
-            self._reducing.append(work)
+        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before it; small ones wait
+        for others, since each by itself would take about as long as all of them."""
+        if not self._several_ranks():
+            return
+        assert parameter.grad is not None
+        if parameter.grad.nbytes >= SUMMED_BYTES:
+            self._begin_sum([parameter.grad])
+        else:
+            self._small.append(parameter.grad)
+            if sum(gradient.nbytes for gradient in self._small) >= SUMMED_BYTES:
+                self._sum_small()
 
-    def _reduce_together(self) -> None:
-        """Sum the gradients of a replayed step over the ranks, as one tensor: there is no backward pass to do it
-        beside, and of small gradients each would take about as long as all of them."""
-        if self._several_ranks():
-            gradients = [parameter.grad for parameter in self.drafter.parameters() if parameter.grad is not None]
-            together = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(together, group=self.group)
-            parts = together.split([gradient.numel() for gradient in gradients])
-            summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-            torch._foreach_copy_(gradients, summed)
+    def _sum_small(self) -> None:
+        """Begin to sum the gradients that wait."""
+        if self._small:
+            self._begin_sum(self._small)
+            self._small = []
+
+    def _begin_sum(self, gradients: list[Tensor]) -> None:
+        """Begin to sum gradients over the ranks, several as one tensor."""
+        one = gradients[0] if len(gradients) == 1 else torch.cat([gradient.flatten() for gradient in gradients])
+        work = dist.all_reduce(one, group=self.group, async_op=True)
+        assert work is not None
+        self._sums.append((work, one, gradients))
+
+    def _end_sums(self) -> None:
+        """Have the gradients that are read from now on be the sums."""
+        for work, one, gradients in self._sums:
+            work.wait()
+            if len(gradients) > 1:
+                parts = one.split([gradient.numel() for gradient in gradients])
+                summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+                torch._foreach_copy_(gradients, summed)
+        self._sums.clear()
 
     def _several_ranks(self) -> bool:
         return dist.is_initialized() and dist.get_world_size(self.group) > 1
