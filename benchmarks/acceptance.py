@@ -49,6 +49,8 @@ LEAST = 10.0  # seconds without which nothing is begun
 
 FULL: dict[str, Any] = {
     "response_tokens": 128,
+    "samples": 0,
+    "temperature": 0.7,
     "batch": 256,
     "held_out_share": 0.02,
     "held_out_prompts": 100,
@@ -154,6 +156,7 @@ def make_dataset(run: Run) -> bool:
     settings, output = run.settings, run.output
     target, device = settings["target"], settings["device"]
     canonical, answered = output / "conversations.jsonl", output / "responses.jsonl"
+    repeated, sampled = output / "repeated.jsonl", output / "sampled.jsonl"
     fitting, rows, prompts = output / "fitting.jsonl", output / "rows.safetensors", output / "prompts.json"
     read = {"responses": "regenerate"}
     ask = {"max_new_tokens": settings["response_tokens"], "temperature": 0.0, "top_p": 1.0, "seed": settings["seed"]}
@@ -161,8 +164,8 @@ def make_dataset(run: Run) -> bool:
     row_length, seed = settings["step"]["row_length"], settings["seed"]
     pack = {"row_length": row_length, "held_out": settings["held_out_share"], "seed": seed}
 
-    def stage(name: str, given: Mapping[str, Any], *more: Any) -> list[str]:
-        record = output / f"{name}.json"
+    def stage(name: str, given: Mapping[str, Any], *more: Any, record: Path | None = None) -> list[str]:
+        record = record or output / f"{name}.json"
         arguments = ["-m", f"draftflow.dataset.{name}", "--settings", json.dumps(given), "--record", str(record)]
         return [*arguments, *map(str, more)]
 
@@ -175,8 +178,16 @@ def make_dataset(run: Run) -> bool:
         return False
     if not run.do("the target's responses", answered.is_file, asking):
         return False
+    if settings["samples"]:
+        if not repeated.is_file():
+            write_repeated(canonical, repeated, settings["samples"])
+        again = {**ask, "temperature": settings["temperature"]}
+        answering = ("--device", device, *targeted, repeated, "--output", sampled)
+        sampling = stage("regenerate", again, *answering, record=output / "sampled.json")
+        if not run.do("samples of the target's responses", sampled.is_file, sampling):
+            return False
     if not fitting.is_file():
-        write_fitting(answered, fitting, Path(target), row_length)
+        write_fitting([answered, *([sampled] if settings["samples"] else [])], fitting, Path(target), row_length)
     if not run.do("packing", rows.is_file, packing):
         return False
     if not prompts.is_file():
@@ -185,7 +196,14 @@ def make_dataset(run: Run) -> bool:
     return run.do("the target's own continuations", texts.is_file, run.trial("texts"))
 
 
-def write_fitting(answered: Path, output: Path, target: Path, row_length: int) -> None:
+def write_repeated(canonical: Path, output: Path, times: int) -> None:
+    """Each conversation several times; a response's sampling is seeded by the prompt and how often it came before."""
+    from draftflow.dataset import formats
+
+    formats.write(output, formats.read_canonical(canonical) * times)
+
+
+def write_fitting(answered: Sequence[Path], output: Path, target: Path, row_length: int) -> None:
     """Leave out conversations from which nothing could be learned in a row."""
     from draftflow.dataset import formats
     from draftflow.dataset.pack import fault
@@ -194,7 +212,7 @@ def write_fitting(answered: Path, output: Path, target: Path, row_length: int) -
 
     tokenizer = load_tokenizer(target)
     stops = json.loads((target / "target.json").read_text(encoding="utf-8"))["eos_token_ids"]
-    found = formats.read_canonical(answered)
+    found = [each for path in answered for each in formats.read_canonical(path)]
     kept = [each for each in found if fault(encode(tokenizer, each.messages, stops, each.where), row_length) is None]
     say(f"{len(found) - len(kept)} of {len(found)} conversations do not fit a row of {row_length}")
     formats.write(output, kept)
@@ -208,7 +226,8 @@ def write_prompts(run: Run, output: Path) -> None:
 
     settings = run.settings
     lines = (run.output / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [{"set": "held_out", **json.loads(line)} for line in lines[: settings["held_out_prompts"]]]
+    held = {prompt["id"]: prompt for prompt in map(json.loads, lines)}  # each once, however often it was answered
+    found = [{"set": "held_out", **prompt} for prompt in list(held.values())[: settings["held_out_prompts"]]]
     tokenizer = load_tokenizer(Path(settings["target"]))
     evaluation = formats.read([Path(settings["humaneval"])], "regenerate")
     found += [{"set": "humaneval", **prompt} for prompt in held_out_prompts(tokenizer, evaluation)]
@@ -264,7 +283,7 @@ def measure_all(run: Run) -> None:
 def collect(output: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All results of a folder, as tables and plot need them."""
     found: dict[str, Any] = {"settings": settings, "variants": {}}
-    for name in ("read", "regenerate", "pack"):
+    for name in ("read", "regenerate", "sampled", "pack"):
         path = output / f"{name}.json"
         found[name] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for variant in settings["variants"]:
@@ -381,15 +400,20 @@ def speed_table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 def facts(found: Mapping[str, Any]) -> Iterator[str]:
     """Lines below the tables."""
     settings, step = found["settings"], found["settings"]["step"]
-    regenerated, packed = found["regenerate"], found["pack"]
+    regenerated, packed, sampled = found["regenerate"], found["pack"], found.get("sampled")
     if packed:
         train, held = packed["train"], packed["held_out"]
         yield (
-            f"{train['conversations']:,} prompts to train on, {held['conversations']:,} held out; "
+            f"{train['conversations']:,} conversations to train on, {held['conversations']:,} held out; "
             f"{train['supervised_tokens']:,} response tokens in {train['rows']:,} rows, "
             f"{train['fill'] * 100:.0f} % full; "
             f"the target wrote {regenerated['tokens_per_second']:,.0f} tokens/s ({regenerated['device']})."
         )
+        if sampled:
+            yield (
+                f"Of the responses {sampled['responses']:,} are sampled, up to {settings['samples']} of each prompt "
+                f"at a temperature of {settings['temperature']:g}."
+            )
     yield (
         f"{step['rows_per_step']} rows of {step['row_length']} tokens and {step['anchors_per_row']} anchors a row per "
         f"step, block {step['block_size']}, {DRAFTER['layers']} layers; {settings['new_tokens']} new tokens, greedy."
@@ -505,7 +529,7 @@ def make_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "generate_at": sorted(arguments.generate_at or arguments.at or AT),
         "variants": variants,
     }
-    for name in ("workers", "held_out_prompts", "batch"):
+    for name in ("workers", "held_out_prompts", "batch", "samples", "temperature"):
         if getattr(arguments, name) is not None:
             settings[name] = getattr(arguments, name)
     changed = [name for name in FIXED if before and before[name] != settings[name]]
@@ -527,6 +551,8 @@ FIXED = (
     "seed",
     "step",
     "response_tokens",
+    "samples",
+    "temperature",
     "held_out_prompts",
     "at",
     "workers",
@@ -558,6 +584,8 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--generate-at", type=float, action="append", help="those that z-lab's generator is used on")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for this call; what does not fit is left out")
     parser.add_argument("--held-out-prompts", type=int, help=f"to evaluate on; default {FULL['held_out_prompts']}")
+    parser.add_argument("--samples", type=int, help="responses of each prompt beside the greedy one; default none")
+    parser.add_argument("--temperature", type=float, help=f"of these; default {FULL['temperature']}")
     parser.add_argument("--batch", type=int, help=f"responses that are written together; default {FULL['batch']}")
     parser.add_argument("--workers", type=int, help=f"processes that generate at once; default {FULL['workers']}")
     parser.add_argument("--seed", type=int, default=0)
