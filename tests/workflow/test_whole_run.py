@@ -5,6 +5,8 @@ The tests of this file run in order in one folder: a torch environment takes gig
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -189,3 +191,44 @@ def test_target_and_drafter_in_processes_of_their_own_train_as_together(tiny):
     # bit for bit where each process has as many threads (tests/torch_env/test_training_stream.py)
     assert other["first_loss"] == pytest.approx(one["first_loss"], rel=1e-5)
     assert other["last_held_out_loss"] == pytest.approx(one["last_held_out_loss"], rel=0.02)
+
+
+def test_one_device_and_several_are_measured_by_the_workflow_itself(tiny):
+    """benchmarks/devices.py, on processes of the CPU."""
+    page = tiny.folder / "devices.md"
+    page.write_text("<!-- tables of benchmarks/devices.py -->\n<!-- end of the tables -->\n")
+    asked = ["--shape", "tiny", "--devices", "1", "--devices", "2", "--split", "1+1", "--cpu", "--torch", "2.11.0"]
+    command = [sys.executable, ROOT / "benchmarks/devices.py", *asked, "--steps", "30", "--output", tiny.folder]
+    done = subprocess.run([*command, "--write", page], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tiny.folder / "devices.json").read_text())["tiny"]
+
+    one, two, apart = found["training"]
+    assert [len(run["devices"]) for run in (one, two, apart)] == [1, 2, 2]
+    assert [(device["cold"], device["misses"] > 0) for device in one["warm_up"]] == [(True, True)]
+    # two processes of the CPU are one device of one kind
+    assert [(device["hits"] > 0, device["misses"]) for device in two["warm_up"]] == [(True, 0)]
+    assert [run["misses"] for run in (one, two, apart)] == [0, 0, 0]
+    assert min(run["step_ms"] for run in (one, two, apart)) > 0
+    assert two["parts_ms"]["all_reduce"] > 0
+    assert {role: len(seconds) for role, seconds in apart["waited_seconds"].items()} == {"drafter": 1, "target": 1}
+    (sums,) = found["sums"]
+    assert (sums["ranks"], sums["device"]) == (2, "cpu")
+    assert min(sums["each_ms"], sums["together_ms"]) > 0
+    assert found["equal"]["distance"] < 1e-4
+    assert found["equal"]["loss"] < 1e-4
+    killed = found["killed"]
+    assert (killed["code"], killed["left"]) == (1, 0)
+    assert "killed by signal 9" in killed["said"][0]
+    assert f"resuming from step {killed['checkpoint']}" in killed["resumed"]
+    assert killed["next_checkpoint"] > killed["checkpoint"]
+
+    table = page.read_text()
+    assert "| tiny | 1 + 1 | 1 |" in table
+    assert "### A killed process" in table
+    # what is there is not done again
+    began = time.monotonic()
+    again = subprocess.run([*command, "--write", page], capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert time.monotonic() - began < 30
+    assert page.read_text() == table

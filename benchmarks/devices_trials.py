@@ -1,0 +1,141 @@
+"""The processes of devices.py that need torch: a target of random weights, sums over ranks, and weights compared.
+
+    python devices_trials.py target SHAPE FOLDER
+    python -m torch.distributed.run --standalone --nproc-per-node N devices_trials.py sums SHAPE
+    python devices_trials.py compare ONE.safetensors OTHER.safetensors
+
+Each prints its result as a line of JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from target_shapes import SHAPES
+from torch import Tensor
+
+from draftflow.drafter.model import Drafter
+from draftflow.drafter.shape import DrafterShape
+
+ROOT = Path(__file__).parents[1]
+LAYERS = 8  # of a random target: the fewest at which five evenly spread taps are distinct
+ROUNDS = 10
+
+
+def write_target(name: str, folder: Path) -> dict[str, Any]:
+    """A target of a shape of `SHAPES` as users bring one: config, random bf16 weights, and a small tokenizer."""
+    sys.path.append(str(ROOT / "tests" / "torch_env"))
+    from tiny import make_target, make_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if name == "tiny":
+        make_target(folder)
+    else:
+        facts = {**SHAPES[name]["config"], "num_hidden_layers": LAYERS, "eos_token_id": 2, "bos_token_id": 1}
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts), dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
+    return {"folder": str(folder)}
+
+
+def drafter_shape(name: str, layers: int) -> DrafterShape:
+    """The drafter that devices.py trains for a shape."""
+    config, block = SHAPES[name]["config"], SHAPES[name]["step"]["block_size"]
+    description = {**config, "num_hidden_layers": LAYERS, "bos_token_id": 1, "eos_token_ids": [2]}
+    description["mask_token_id_auto"] = config["vocab_size"] - 1
+    drafter = {"layers": layers, "block_size": block, "taps": 5, "target_layers": None, "mask_token": "auto"}
+    return DrafterShape.from_target(description, drafter)
+
+
+def sums(name: str, layers: int) -> dict[str, Any]:
+    """Milliseconds that the sums of a drafter's gradients take with nothing beside them: each by itself, as they are
+    begun in a backward pass, and all as one tensor, as of a replayed step."""
+    place = int(os.environ["LOCAL_RANK"])
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(place)
+    device = torch.device("cuda", place) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    with torch.device("meta"):
+        shapes = [parameter.shape for parameter in Drafter(drafter_shape(name, layers)).parameters()]
+    dtype = torch.bfloat16 if cuda else torch.float32
+    gradients = [torch.ones(shape, dtype=dtype, device=device) for shape in reversed(shapes)]
+
+    def each() -> None:
+        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+            assert work is not None
+            work.wait()
+
+    def together() -> None:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        parts: list[Tensor] = list(flat.split([gradient.numel() for gradient in gradients]))
+        torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
+
+    size, ranks = sum(gradient.nbytes for gradient in gradients), dist.get_world_size()
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if cuda else "cpu", "ranks": ranks, "bytes": size}
+    for way in (each, together):
+        found[f"{way.__name__}_ms"] = round(_milliseconds(way, cuda), 3)
+    found["bus_gb_per_s"] = round(2 * (ranks - 1) / ranks * size / found["together_ms"] / 1e6, 2)
+    dist.destroy_process_group()
+    return found
+
+
+def _milliseconds(way: Callable[[], None], cuda: bool) -> float:
+    """Median of several rounds, each from when all ranks are there to when the device is done."""
+    times = []
+    for _ in range(ROUNDS + 2):
+        dist.barrier()
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        way()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]) * 1e3
+
+
+def compare(one: Path, other: Path) -> dict[str, Any]:
+    """How far two files of weights are from one another: the largest |a - b| / |a| of a tensor, in the 2-norm."""
+    from safetensors.torch import load_file
+
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys()
+    distances = {
+        name: float((value.double() - second[name].double()).norm() / value.double().norm())
+        for name, value in first.items()
+    }
+    farthest = max(distances, key=lambda name: distances[name])
+    return {"tensor": farthest, "distance": distances[farthest]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trial", choices=["target", "sums", "compare"])
+    parser.add_argument("arguments", nargs="+")
+    parser.add_argument("--layers", type=int, default=5, help="of the drafter")
+    arguments = parser.parse_args()
+    given = arguments.arguments
+    if arguments.trial == "target":
+        found = write_target(given[0], Path(given[1]))
+    elif arguments.trial == "sums":
+        found = sums(given[0], arguments.layers)
+    else:
+        found = compare(Path(given[0]), Path(given[1]))
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
