@@ -2,8 +2,9 @@
 
     uv run python benchmarks/threads.py --write docs/threads.md
 
-Needs no GPU. The environment of a build is made from its committed lock, if it is not there already; an interpreter
-that has torch may be named instead. The trials themselves are in threads_trials.py.
+Needs no GPU, and with `--gpus` uses those that there are, one for each thread as far as they go. The environment of a
+build is made from its committed lock, if it is not there already; an interpreter that has torch may be named instead.
+The trials themselves are in threads_trials.py.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
@@ -44,7 +45,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "TORCHINDUCTOR_VEC_ISA_OK": "1",
-    "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(ROOT / "src"),
     "DRAFTFLOW_SRC": str(ROOT / "src"),
 }
@@ -81,11 +81,13 @@ def make_plan(trials: int, failing: int, inductor: int) -> list[tuple[str, str, 
     return [row for row in plan if row[-1]]
 
 
-def run(python: Path, plan: Sequence[tuple[str, str, str, int]]) -> list[dict[str, Any]]:
+def run(python: Path, plan: Sequence[tuple[str, str, str, int]], gpus: bool = False) -> list[dict[str, Any]]:
     """Results of a build, in the order of the plan."""
     results = []
     command = [str(python), str(ROOT / "benchmarks" / "threads_trials.py"), "--plan", json.dumps(plan)]
-    with subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, text=True) as process:
+    command += ["--device", "cuda" if gpus else "cpu"]
+    environment = {**os.environ, **ENVIRONMENT, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             result = json.loads(line)
@@ -127,11 +129,13 @@ def table(results: Sequence[Sequence[dict[str, Any]]], plan: Sequence[tuple[str,
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """The processor and how many of it there are."""
+def machine(gpus: bool) -> str:
+    """The processor and how many of it there are, and the GPUs if they are used."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), "CPU")
-    return f"{os.cpu_count()} cores of {model}, Linux {platform.release()}"
+    names = Counter(gpu.name for gpu in detect_gpus()) if gpus else {}
+    used = "".join(f"{count} x {name}, " for name, count in names.items())
+    return f"{used}{os.cpu_count()} cores of {model}, Linux {platform.release()}"
 
 
 def main() -> None:
@@ -143,6 +147,7 @@ def main() -> None:
     parser.add_argument("--failing-trials", type=int, default=50, help="of what should fail")
     parser.add_argument("--inductor-trials", type=int, default=3, help="of either, with Inductor (up to a minute each)")
     parser.add_argument("--jobs", type=int, default=1, help="builds at a time")
+    parser.add_argument("--gpus", action="store_true", help="call on GPUs")
     parser.add_argument("--write", type=Path, help="the document that holds the table")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -150,9 +155,9 @@ def main() -> None:
     pythons = arguments.python or [interpreter(version) for version in builds]
     plan = make_plan(arguments.trials, arguments.failing_trials, arguments.inductor_trials)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda python: run(python, plan), pythons))
+        results = list(pool.map(lambda python: run(python, plan, arguments.gpus), pythons))
     command = shlex.join(["uv", "run", "python", "benchmarks/threads.py", *sys.argv[1:]])
-    made = f"Made by `{command}` on {date.today()}, {machine()}, in {(time.monotonic() - start) / 60:.0f} minutes."
+    made = f"Made by `{command}` on {date.today()}, {machine(arguments.gpus)}, in {(time.monotonic() - start) / 60:.0f} minutes."
     text = f"{table(results, plan)}\n\n{made}"
     print(text)
     if arguments.write:

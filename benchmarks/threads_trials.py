@@ -38,6 +38,11 @@ MASKS = 5  # before each call, where masks are made
 # Seconds after which a thread must let another run: Python's own, and for every other trial one as on a busy machine
 SWITCHES = (5e-3, 1e-4)
 TIME_LIMIT = {"aot_eager": 60.0, "inductor": 300.0}  # seconds of a trial
+TILES = {"cpu": 32, "cuda": 128}  # of a mask
+TOLERANCE = {"cpu": 1e-4, "cuda": 2e-3}  # kernels of a GPU may round products to fewer bits
+
+# Kind of device on which workers call; of several GPUs each has its own. Children are forked, and find it here.
+device_kind = "cpu"
 
 fork = multiprocessing.get_context("fork")
 first_calls = threading.Lock()
@@ -75,22 +80,24 @@ def causal(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 def make_call(kind: str, backend: str, number: int) -> tuple[Callable[[], Any], Callable[[Any], Tensor], Tensor]:
     """What makes a mask (or nothing), a compiled call with it in the shape of this number, and what that must give."""
-    flex = kind in ("flex", "masks")
+    flex, tile, device = kind in ("flex", "masks"), TILES[device_kind], torch.device(device_kind)
+    if device_kind == "cuda":
+        device = torch.device("cuda", number % torch.cuda.device_count())
     compiled = torch.compile(attention if flex else function, backend=backend, dynamic=False, fullgraph=True)
     generator = torch.Generator().manual_seed(number)
     if flex:
-        length = 32 * (2 + number)
-        q, k, v = (torch.randn(1, 1, length, 16, generator=generator) for _ in range(3))
-        blocks = create_block_mask(causal, None, None, length, length, device="cpu", BLOCK_SIZE=32)
+        length = tile * (2 + number)
+        q, k, v = (torch.randn(1, 1, length, 16, generator=generator).to(device) for _ in range(3))
+        blocks = create_block_mask(causal, None, None, length, length, device=str(device), BLOCK_SIZE=tile)
         lists = (blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices)
 
         def make_mask() -> BlockMask:
             for _ in range(MASKS if kind == "masks" else 0):
-                BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32, mask_mod=causal)
+                BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=tile, mask_mod=causal)
             return blocks
 
         return make_mask, lambda mask: compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = torch.randn(8 + number, 16, generator=generator)
+    x = torch.randn(8 + number, 16, generator=generator).to(device)
     if kind == "function":
         return lambda: None, lambda _: compiled(x), function(x)
     x.requires_grad_()
@@ -123,7 +130,7 @@ def work(case: Any, condition: str, barrier: Any, compiling: list[int]) -> str |
             finally:
                 if number == 0:
                     compiling.pop()
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, expected, rtol=TOLERANCE[device_kind], atol=TOLERANCE[device_kind])
             number += 1
     except Exception:
         return traceback.format_exc()
@@ -232,7 +239,11 @@ def main() -> None:
     """Run the trials of a plan and print a line of JSON for each of its entries."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", type=json.loads, required=True, help="[[kind, backend, condition, trials], ...]")
-    plan = parser.parse_args().plan
+    parser.add_argument("--device", choices=TILES, default="cpu", help="where workers call")
+    arguments = parser.parse_args()
+    plan = arguments.plan
+    global device_kind
+    device_kind = arguments.device
     torch.set_num_threads(1)
     for kind, backend in sorted({(kind, backend) for kind, backend, _, _ in plan}):
         import_ahead(kind, backend)
