@@ -360,7 +360,8 @@ def measure(work: Work, arguments: argparse.Namespace, output: Path) -> dict[str
                 counts = [count for count in arguments.devices if count > 1]
                 layers = ["--layers", str(layers_of(shape))]
                 of_shape[part] = [work.trial("sums", shape, *layers, ranks=count) for count in counts]
-            found["command"] = shlex.join(["python", "benchmarks/devices.py", *sys.argv[1:]])
+            command = shlex.join(["python", "benchmarks/devices.py", *sys.argv[1:]])
+            found["commands"] = list(dict.fromkeys([*found.get("commands", []), command]))
             write_json(path, found)
     return found
 
@@ -379,7 +380,7 @@ def render(found: Mapping[str, Any]) -> str:
     for title, table in tables.items():
         head, rows = table(shapes)
         parts += [title, markdown(head, rows)] if rows else []
-    return "\n\n".join([*parts, f"Made by `{found['command']}`."])
+    return "\n\n".join([*parts, *(f"Made by `{command}`." for command in found["commands"])])
 
 
 Table = tuple[list[str], list[list[str]]]

@@ -157,7 +157,8 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         results = list(pool.map(lambda python: run(python, plan, arguments.gpus), pythons))
     command = shlex.join(["uv", "run", "python", "benchmarks/threads.py", *sys.argv[1:]])
-    made = f"Made by `{command}` on {date.today()}, {machine(arguments.gpus)}, in {(time.monotonic() - start) / 60:.0f} minutes."
+    where, minutes = machine(arguments.gpus), (time.monotonic() - start) / 60
+    made = f"Made by `{command}` on {date.today()}, {where}, in {minutes:.0f} minutes."
     text = f"{table(results, plan)}\n\n{made}"
     print(text)
     if arguments.write:
