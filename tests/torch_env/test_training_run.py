@@ -97,10 +97,9 @@ def test_a_signal_stops_with_a_checkpoint_and_the_same_command_finishes(stage, t
 
     lines = metrics.read_text()
     metrics.unlink(), (run / "train.json").unlink()
-    start = time.monotonic()
     done = stage.train(SETTINGS, run)
     assert "training is finished" in done.stdout
-    assert time.monotonic() - start < 5  # no torch was started
+    assert "training on" not in done.stdout  # as is said before workers start
     assert metrics.read_text() == lines
     again = json.loads((run / "train.json").read_text())
     assert {**again, "seconds": None} == {**{k: v for k, v in record.items() if k in again}, "seconds": None}
