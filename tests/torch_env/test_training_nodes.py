@@ -13,10 +13,12 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from training_cases import Stage, make_case, make_settings, read_metrics
 
 from draftflow.training.checkpoint import latest
 from draftflow.training.devices import Devices
+from draftflow.training.node import killed_worker
 
 pytestmark = pytest.mark.slow
 
@@ -173,6 +175,27 @@ def test_a_killed_worker_ends_all_nodes_within_seconds(cluster, tmp_path):
     assert process.returncode == 1
     assert not any(map(lives, everyone))
     assert f"A training process on node 1 ({socket.gethostname()}) was killed by signal 9" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("codes", "first", "found"),
+    [
+        ({0: 1, 1: -9}, 0, (1, 9)),  # rank 0 lost its connection, and torchrun takes it for the cause
+        ({0: -6, 1: -9}, 0, (1, 9)),
+        ({0: -9, 1: 1}, 0, (0, 9)),
+        ({0: -11, 1: -9}, 0, (0, 11)),
+        ({2: -6}, 2, (2, 6)),
+        ({0: 1, 1: 1}, 0, None),
+    ],
+)
+def test_the_worker_that_was_killed_is_found_in_what_torchrun_says(codes, first, found, tmp_path):
+    failures = {rank: ProcessFailure(rank, 4000 + rank, code, str(tmp_path / "none")) for rank, code in codes.items()}
+    for rank, failure in failures.items():
+        failure.timestamp = int(rank != first)
+    log = str(ChildFailedError("draftflow.training.worker", failures))
+    assert killed_worker(log) == found
+    if found is not None:
+        assert killed_worker(log, {4000 + rank for rank in codes}) is None
 
 
 def test_nodes_that_differ_are_refused_with_node_and_field(cluster, tmp_path):

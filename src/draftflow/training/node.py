@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -215,20 +215,33 @@ def _ending(workers: Workers, log: str) -> Ending:
             errors.append({"rank": rank, "at": file.stat().st_mtime, **told})
     # the others failed of the first; a refusal is the better news
     errors.sort(key=lambda error: ("what" not in error, error["at"]))
-    # the others then lose their connection
-    killed = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: -(\d+) \(pid: (\d+)\)", log, re.DOTALL)
-    if killed and int(killed[3]) in (workers.cut_down or ()):
-        killed = None
+    killed = killed_worker(log, workers.cut_down or ())
     outcome = exchange / "outcome.json"
     return Ending(
         status=workers.torchrun.returncode,
         outcome=json.loads(outcome.read_text(encoding="utf-8")) if 0 in workers.ranks and outcome.exists() else None,
         error=errors[0] if errors else None,
-        killed=(workers.ranks[int(killed[1])], int(killed[2])) if killed else None,
+        killed=(workers.ranks[killed[0]], killed[1]) if killed else None,
         stopping=workers.stopping,
         cut_short=workers.cut_short,
         log=log,
     )
+
+
+def killed_worker(log: str, cut_down: Collection[int] = ()) -> tuple[int, int] | None:
+    """The worker that was killed, as torchrun's last words tell it: its place on the node, and the signal.
+
+    Others then lose their connection to it, and fail or abort. Where torchrun notices both at once, it takes the lower
+    place for the root cause. A worker that it ended itself is none of those that it tells.
+
+    Args:
+        log: of torchrun.
+        cut_down: process ids of workers that were ended on purpose.
+    """
+    told = re.findall(r"rank +: (\d+)[^\n]*\n +exitcode +: -(\d+) \(pid: (\d+)\)", log)
+    found = [(int(place), int(number)) for place, number, process in told if int(process) not in cut_down]
+    # the root cause is told last
+    return min(reversed(found), key=lambda one: one[1] == signal.SIGABRT, default=None)
 
 
 @dataclass
