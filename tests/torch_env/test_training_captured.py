@@ -120,7 +120,7 @@ def test_gradients_of_a_replayed_step_are_summed_over_ranks_as_one_tensor(case, 
     alone = [gradient.clone() for gradient in fixed]  # and a stand-in's replay leaves them as they were
     sizes, batch = request.getfixturevalue("two_ranks"), batches.train(2)
     step.forward_backward(batch, process.source(batch))
-    step._end_sums()
+    step.sums.end()
     parameters = list(step.drafter.parameters())
     assert sizes == [sum(parameter.numel() for parameter in parameters)]
     for parameter, gradient, before in zip(parameters, fixed, alone, strict=True):
@@ -128,7 +128,7 @@ def test_gradients_of_a_replayed_step_are_summed_over_ranks_as_one_tensor(case, 
         torch.testing.assert_close(gradient, before + 1)
 
 
-def test_gradients_are_summed_when_they_are_there_and_small_ones_together(case, tmp_path, request, monkeypatch):
+def test_gradients_are_summed_when_they_are_there_and_small_ones_together(case, tmp_path, request):
     process = make_loop(case, tmp_path).process
     step, batch = process.step, process.batches.train(0)
     features = process.source(batch)
@@ -136,7 +136,7 @@ def test_gradients_are_summed_when_they_are_there_and_small_ones_together(case, 
     parameters = list(step.drafter.parameters())
     alone = [parameter.grad.clone() for parameter in parameters]
     limit = max(parameter.numel() for parameter in parameters) * 4  # bytes of the largest, which is fc's
-    monkeypatch.setattr("draftflow.training.step.SUMMED_BYTES", limit)
+    step.sums.at_least = limit
     for parameter in parameters:
         parameter.grad = None
     sizes = request.getfixturevalue("two_ranks")
@@ -147,8 +147,8 @@ def test_gradients_are_summed_when_they_are_there_and_small_ones_together(case, 
     # each but the last as large as is asked for, and no larger than it may become by one more that is small
     assert all(limit <= 4 * size < 2 * limit for size in sizes[:-1])
     assert 1 < len(sizes) < len(parameters)
-    step._end_sums()
+    step.sums.end()
     for parameter, before in zip(parameters, alone, strict=True):
         torch.testing.assert_close(parameter.grad, before + 1)
-    assert not step._sums
-    assert not step._small
+    assert not step.sums._begun
+    assert not step.sums._waiting

@@ -4,7 +4,7 @@ Every term counts what is alive at the worst moment as if all were alive at once
 dense attention: a step that makes them is far beyond the bound. Standard library only.
 """
 
-from draftflow.training.plan import Plan, drafter_parameters
+from draftflow.training.plan import SUMMED_BYTES, Plan, drafter_parameters, worth_capturing
 
 # torch's allocator rounds and keeps pieces; cuBLAS and flex_attention have workspaces of their own
 SLACK_BYTES = 256 * 2**20
@@ -32,12 +32,17 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
     # bytes of what is multiplied in float8, both ways round: weights and inputs, which are kept, and gradients
     float8 = 2 * (weights + shape["layers"] * (blocks * (2 * hidden + queries + middle) + context * hidden))
     float8 += 2 * context * len(shape["target_layer_ids"]) * hidden + 2 * blocks * max(middle, hidden, queries)
+    # gradients that are summed over ranks together, in a tensor of their own, where there are several
+    matrices = {hidden * queries: 2, hidden * keys: 2, hidden * shape["intermediate_size"]: 3}
+    small = sum(size * count for size, count in matrices.items() if size * width < SUMMED_BYTES)
+    together = weights if worth_capturing(plan) else shape["layers"] * small
     parts = {
         "target_weights": target_bytes,
         # fp32 weights and two moments; gradients, and the weights themselves, in the precision of the products
         "drafter_weights": weights * (12 + width + (width if width < 4 else 0)),
         # Muon has its gradients in fp32, and iterates on some of the matrices in bf16
         "optimizer": weights * 4 + 8 * min(weights, 2**28) if plan.optimizer == "muon" else 0,
+        "sums": together * width,
         "features": 2 * context * taps * hidden * width,  # and their gradient, or the next batch
         "activations": shape["layers"] * layer + 4 * context * hidden * width,
         # gradients of one layer's tensors while it is gone through backward

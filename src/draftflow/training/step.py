@@ -24,7 +24,8 @@ from draftflow.target.load import Target
 from draftflow.training.captured import Captured
 from draftflow.training.data import Batch
 from draftflow.training.optimizer import Hyperparameters, Optimizer
-from draftflow.training.plan import SUMMED_BYTES, Plan, worth_capturing
+from draftflow.training.plan import Plan, worth_capturing
+from draftflow.training.sums import Sums
 
 # Statistics of a step: [sum of weighted losses, what it is divided by, correct at k = 1.., supervised at k = 1..]
 SUMS = 2
@@ -46,6 +47,7 @@ class Step:
         statistics: numbers in what `train` and `evaluate` give.
         mark: called with the name of each part when it has been done (or, on a GPU, queued).
         group: the ranks that train; None is all of them.
+        sums: of gradients over those.
     """
 
     def __init__(
@@ -66,9 +68,8 @@ class Step:
         self.statistics = SUMS + 2 * (plan.block_size - 1)
         self.mark: Callable[[str], None] = lambda part: None
         self.group: dist.ProcessGroup | None = None
-        self._small: list[Tensor] = []  # gradients that wait for others to be summed with
-        # what is being summed: the work, the tensor, and the gradients that it is of
-        self._sums: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        self.sums = Sums()
+        self._replays = worth_capturing(plan)
         self._taps = self.drafter.fc.weight.shape[1]  # of the features, what the drafter reads
         self._trained = False
         self._captured: Captured | None = None
@@ -90,7 +91,7 @@ class Step:
         self.mark("features")
         statistics = self.forward_backward(batch, features)
         self._sum_over_ranks(statistics)
-        self._end_sums()
+        self.sums.end()
         self.mark("all_reduce")
         norm = self.optimizer.step(step, statistics[1])
         self.mark("optimizer")
@@ -98,7 +99,7 @@ class Step:
 
     def forward_backward(self, batch: Batch, features: Tensor) -> Tensor:
         """Gradients of a batch and its features, and statistics [2 + 2 * (Bk - 1)] as of `train`, of this rank."""
-        if self._captured is None and self._trained and worth_capturing(self.plan):
+        if self._captured is None and self._trained and self._replays:
             parameters = list(self.drafter.parameters())
             self._captured = Captured(self._hidden, parameters, batch, features[..., : self._taps])
         self._trained = True
@@ -112,9 +113,10 @@ class Step:
             hidden.backward(torch.zeros_like(hidden).index_copy_(0, batch.supervised, gradient))
         else:
             self._captured.backward(batch.supervised, gradient)
-            if self._several_ranks():  # there is no backward pass to sum them beside
-                self._small = [parameter.grad for parameter in self.drafter.parameters() if parameter.grad is not None]
-        self._sum_small()
+        if self._several_ranks() and self._replays:
+            gradients = [parameter.grad for parameter in self.drafter.parameters()]
+            self.sums.together([gradient for gradient in gradients if gradient is not None], self.group)
+        self.sums.flush(self.group)
         statistics = self._statistics(batch, loss, correct)
         self.mark("backward")
         return statistics
@@ -177,40 +179,13 @@ class Step:
         self._captured, self._trained = None, False
 
     def _reduce(self, parameter: Tensor) -> None:
-        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before it; small ones wait
-        for others, since each by itself would take about as long as all of them."""
-        if not self._several_ranks():
-            return
-        assert parameter.grad is not None
-        if parameter.grad.nbytes >= SUMMED_BYTES:
-            self._begin_sum([parameter.grad])
-        else:
-            self._small.append(parameter.grad)
-            if sum(gradient.nbytes for gradient in self._small) >= SUMMED_BYTES:
-                self._sum_small()
+        """Begin to sum a gradient over the ranks, beside the backward pass of what comes before it.
 
-    def _sum_small(self) -> None:
-        """Begin to sum the gradients that wait."""
-        if self._small:
-            self._begin_sum(self._small)
-            self._small = []
-
-    def _begin_sum(self, gradients: list[Tensor]) -> None:
-        """Begin to sum gradients over the ranks, several as one tensor."""
-        one = gradients[0] if len(gradients) == 1 else torch.cat([gradient.flatten() for gradient in gradients])
-        work = dist.all_reduce(one, group=self.group, async_op=True)
-        assert work is not None
-        self._sums.append((work, one, gradients))
-
-    def _end_sums(self) -> None:
-        """Have the gradients that are read from now on be the sums."""
-        for work, one, gradients in self._sums:
-            work.wait()
-            if len(gradients) > 1:
-                parts = one.split([gradient.numel() for gradient in gradients])
-                summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-                torch._foreach_copy_(gradients, summed)
-        self._sums.clear()
+        Those of a step that is replayed wait for its end, also where it is launched: the numbers are to be the same.
+        """
+        if self._several_ranks() and not self._replays:
+            assert parameter.grad is not None
+            self.sums.add(parameter.grad, self.group)
 
     def _several_ranks(self) -> bool:
         return dist.is_initialized() and dist.get_world_size(self.group) > 1
