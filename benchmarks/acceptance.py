@@ -226,8 +226,7 @@ def write_prompts(run: Run, output: Path) -> None:
 
     settings = run.settings
     lines = (run.output / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
-    held = {prompt["id"]: prompt for prompt in map(json.loads, lines)}  # each once, however often it was answered
-    found = [{"set": "held_out", **prompt} for prompt in list(held.values())[: settings["held_out_prompts"]]]
+    found = [{"set": "held_out", **json.loads(line)} for line in lines[: settings["held_out_prompts"]]]
     tokenizer = load_tokenizer(Path(settings["target"]))
     evaluation = formats.read([Path(settings["humaneval"])], "regenerate")
     found += [{"set": "humaneval", **prompt} for prompt in held_out_prompts(tokenizer, evaluation)]
@@ -532,7 +531,8 @@ def make_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("workers", "held_out_prompts", "batch", "samples", "temperature"):
         if getattr(arguments, name) is not None:
             settings[name] = getattr(arguments, name)
-    changed = [name for name in FIXED if before and before[name] != settings[name]]
+    # a folder of before a setting was there has its default
+    changed = [name for name in FIXED if before and before.get(name, size.get(name)) != settings[name]]
     if changed:
         raise DraftflowError(
             f"The folder holds results of another {changed[0]}.", "Give these a folder of their own.", str(path.parent)

@@ -7,11 +7,12 @@ runs the workflow itself in a folder of its own, on GPUs, or where there are non
 `--interpreter` is for a torch environment of somebody else's, as on a machine without a network. For each shape:
 
     training   warm-up and training on so many devices, the rows of each the same; and with roles split, as in 5+3
-    equal      the rows of a step the same, on one device and on the most: how far the weights are from one another
-    killed     a process of a training run is killed; the run ends, and the same command goes on
+    equal      the rows of a step the same, on one device and on two: how far the weights are from one another
+    killed     a process of a training run on the most is killed; the run ends, and the same command goes on
     sums       the sums of gradients over ranks by themselves, to hold what a step waits for them against
 
-What has been done lies in the output folder, and the same command goes on from there: `--part` does some of it.
+What has been done lies in the output folder. The same command goes on from there, another adds to it: more devices,
+shapes, and of the parts those that `--part` names.
 Shapes are smollm2 (the model itself, or a folder of it: `--target smollm2=FOLDER`), and qwen3-4b, qwen3-8b, qwen3-32b
 (random weights, 8 layers), and tiny, for the CPU.
 """
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -27,8 +29,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +39,21 @@ from documents import replace_between
 from step_time import markdown
 from target_shapes import SHAPES
 
+from draftflow.config import Torch
 from draftflow.environment.builds import detect_gpus
 from draftflow.errors import DraftflowError
 from draftflow.stage import run_stage, say, write_json
+from draftflow.training.devices import visible_gpus
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- tables of benchmarks/devices.py -->", "<!-- end of the tables -->"
 PARTS = ("training", "equal", "killed", "sums")
 SKIPPED = 20  # steps before those that count
-STEPS = 60  # of a run
+STEPS, FEWEST_STEPS = 60, SKIPPED + 10  # of a run
+LAYERS = 5  # of the drafter
 LONG_STEPS = 100_000  # of one that is killed
 CHECKPOINT_EVERY = 20
-PATIENCE = 900.0  # seconds for a run to get to its steps
+PATIENCE = 900.0  # seconds for a run to get to its steps, and to end with a checkpoint
 LAST_LINES = 2000  # characters of a failed run that are shown
 
 
@@ -57,14 +63,14 @@ class Work:
 
     Attributes:
         folder: of the workflow, with the results.
-        kind: `cuda` or `cpu`.
+        gpus: indices of the GPUs that it may use; none to use the CPU.
         torch: `torch` of the configuration.
         targets: `target.source` by shape.
         steps: of a run.
     """
 
     folder: Path
-    kind: str
+    gpus: Sequence[int]
     torch: Mapping[str, Any]
     targets: dict[str, str] = field(default_factory=dict)
     steps: int = STEPS
@@ -73,17 +79,18 @@ class Work:
     def variables(self) -> dict[str, str]:
         """Environment of what is started."""
         sources = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
-        return {**os.environ, "PYTHONPATH": sources, "DRAFTFLOW_SRC": sources}
+        hidden = {} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        return {**os.environ, "PYTHONPATH": sources, "DRAFTFLOW_SRC": sources, **hidden}
 
     def devices(self, count: int) -> int | str:
         """`training.devices` for so many."""
-        return count if self.kind == "cuda" else f"cpu:{count}"
+        return count if self.gpus else f"cpu:{count}"
 
     def roles(self, drafters: int, targets: int) -> dict[str, Any]:
         """`training.devices` for devices of two roles."""
-        if self.kind == "cpu":
+        if not self.gpus:
             return {"drafter": f"cpu:{drafters}", "target": f"cpu:{targets}"}
-        ids = list(range(drafters + targets))
+        ids = list(self.gpus[: drafters + targets])
         return {"drafter": ids[:drafters], "target": ids[drafters:]}
 
     def config(self, shape: str, run: str, training: Mapping[str, Any]) -> Path:
@@ -97,7 +104,7 @@ class Work:
                 "sources": [str(ROOT / "data/starter/smollm2-135m-instruct.jsonl")],
                 "row_length": max(step["row_length"], 768 if shape == "tiny" else 0),
             },
-            "drafter": {"layers": layers_of(shape), "block_size": step["block_size"]},
+            "drafter": {"layers": LAYERS, "block_size": step["block_size"]},
             "training": {
                 "steps": dict.fromkeys(("cpu", "cuda"), self.steps),
                 "anchors_per_row": step["anchors_per_row"],
@@ -129,9 +136,12 @@ class Work:
         return done.stdout
 
     def interpreter(self) -> str:
-        """Python of the environment that trains, once it is installed."""
-        given = self.torch.get("interpreter")
-        return given or str(next(self.folder.glob("results/environments/torch-*/venv/bin/draftflow-python")))
+        """Python of the environment that trains, once it is installed: of several builds of a version the newest."""
+        if given := self.torch.get("interpreter"):
+            return given
+        version = self.torch.get("version", Torch().version)
+        found = self.folder.glob(f"results/environments/torch-{version}-*/venv/bin/draftflow-python")
+        return str(max(found, key=lambda path: path.lstat().st_mtime))
 
     def trial(self, *arguments: str, ranks: int = 0) -> dict[str, Any]:
         """The result of a trial of devices_trials.py, under torchrun if it has ranks.
@@ -158,11 +168,6 @@ class Work:
         return found[0]
 
 
-def layers_of(shape: str) -> int:
-    """Of the drafter."""
-    return 1 if shape == "tiny" else 5
-
-
 def make_target(work: Work, shape: str) -> None:
     """See that there is a target of a shape, and the environment."""
     if shape in work.targets:
@@ -182,7 +187,6 @@ def make_target(work: Work, shape: str) -> None:
 
 def train(work: Work, shape: str, run: str, training: Mapping[str, Any]) -> dict[str, Any]:
     """A run of the workflow up to the trained drafter, and what it says of itself."""
-    started = time.time()
     work.snakemake(work.config(shape, run, training), "train_drafter")
     record_path = work.only(f"runs/{run}/*/train.json")
     record = json.loads(record_path.read_text(encoding="utf-8"))
@@ -204,17 +208,24 @@ def train(work: Work, shape: str, run: str, training: Mapping[str, Any]) -> dict
         "waited_seconds": record["waited_seconds"],
         "training_seconds": record["seconds"]["training"],
         "losses": [line["loss"] for line in lines if "loss" in line],
-        "warm_up": warm_up(work, record_path, started),
+        "weights": str(record_path.parent / "checkpoints" / record["checkpoint"] / "drafter.safetensors"),
+        "warm_up": warm_up(work, record_path.parent.name, record["settings"]),
     }
 
 
-def warm_up(work: Work, record: Path, started: float) -> list[dict[str, Any]]:
-    """Devices that a run warmed, as warm_cache walked them; none where the cache was warm already."""
-    files = list(work.folder.glob("results/compile-cache/*/*/*/warm.json"))
-    fresh = [path for path in files if path.stat().st_mtime >= started]
+def warm_up(work: Work, environment: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Devices that were warmed for a run, as warm_cache walked them.
+
+    Args:
+        environment: name of its folder.
+        settings: of the run, some of which are those of its warm-up.
+    """
     found = []
-    for path in fresh:
-        for device in json.loads(path.read_text(encoding="utf-8"))["devices"]:
+    for path in work.folder.glob(f"results/compile-cache/{environment}/*/*/warm.json"):
+        warm = json.loads(path.read_text(encoding="utf-8"))
+        if any(settings[name] != value for name, value in warm["settings"].items()):
+            continue
+        for device in warm["devices"]:
             caches = device["caches"].values()
             counts = {name: sum(cache[name] for cache in caches) for name in ("hits", "misses")}
             kept = {name: device[name] for name in ("device", "cold", "first_pass_seconds")}
@@ -222,45 +233,81 @@ def warm_up(work: Work, record: Path, started: float) -> list[dict[str, Any]]:
     return found
 
 
-def scaling(work: Work, shape: str, counts: Sequence[int], splits: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Training on so many devices, the rows of each that trains the same."""
-    each = SHAPES[shape]["step"]["rows_per_step"]
-    found = []
-    for count in counts:
-        say(f"{shape}: training on {count}")
-        run = f"{shape}-{count}"
-        settings = {"devices": work.devices(count), "rows_per_step": each * count}
-        found.append({"count": count, **train(work, shape, run, settings)})
-    for drafters, targets in splits:
-        say(f"{shape}: training on {drafters}, the target on {targets}")
-        run = f"{shape}-{drafters}-and-{targets}"
-        settings = {"devices": work.roles(drafters, targets), "rows_per_step": each * drafters}
-        found.append({"split": [drafters, targets], **train(work, shape, run, settings)})
-    return found
+def colocated(work: Work, shape: str, count: int) -> dict[str, Any]:
+    """Training on so many devices."""
+    say(f"{shape}: training on {count}")
+    settings = {"devices": work.devices(count), "rows_per_step": rows_of(shape) * count}
+    return {"count": count, **train(work, shape, f"{shape}-{count}", settings)}
 
 
-def equal(work: Work, shape: str, most: int) -> dict[str, Any]:
-    """Weights after equal steps on one device and on several."""
-    rows = SHAPES[shape]["step"]["rows_per_step"] * most
+def split(work: Work, shape: str, drafters: int, targets: int) -> dict[str, Any]:
+    """Training on some devices, the target on others; those that train have as many rows as in `colocated`."""
+    say(f"{shape}: training on {drafters}, the target on {targets}")
+    settings = {"devices": work.roles(drafters, targets), "rows_per_step": rows_of(shape) * drafters}
+    return {"split": [drafters, targets], **train(work, shape, f"{shape}-{drafters}-and-{targets}", settings)}
+
+
+def rows_of(shape: str) -> int:
+    """Of a device and step."""
+    return SHAPES[shape]["step"]["rows_per_step"]
+
+
+def equal(work: Work, shape: str) -> dict[str, Any]:
+    """Weights after equal steps on one device and on two."""
+    rows = rows_of(shape) * 2
     runs = []
-    for count in (1, most):
+    for count in (1, 2):
         say(f"{shape}: {rows} rows a step on {count}")
         settings = {"devices": work.devices(count), "rows_per_step": rows}
         runs.append(train(work, shape, f"{shape}-{rows}-rows-on-{count}", settings))
-    weights = [work.only(f"runs/{run['run']}/*/checkpoints/*/step-*/drafter.safetensors") for run in runs]
-    found = work.trial("compare", *map(str, weights))
-    pairs = list(zip(*(run["losses"] for run in runs), strict=True))
-    farthest = max(abs(one - other) / one for one, other in pairs)
-    return {"devices": [1, most], "rows_per_step": rows, "steps": work.steps, "loss": farthest, **found}
+    found = work.trial("compare", *(run["weights"] for run in runs))
+    farthest = max(abs(a - b) / a for a, b in zip(*(run["losses"] for run in runs), strict=True))
+    return {"devices": [1, 2], "rows_per_step": rows, "steps": work.steps, "loss": farthest, **found}
 
 
-def killed(work: Work, shape: str, most: int) -> dict[str, Any]:
-    """The end of a run of which one process is killed, and how the same command goes on."""
+def killed(work: Work, shape: str, count: int) -> dict[str, Any]:
+    """The end of a run of which one process is killed, and how the same command goes on.
+
+    Raises:
+        DraftflowError: it does not get to a checkpoint, or there is no process to kill.
+    """
     run = f"{shape}-killed"
-    say(f"{shape}: a run on {most}, of which one is killed")
-    settings = {"devices": work.devices(most), "rows_per_step": SHAPES[shape]["step"]["rows_per_step"] * most}
+    say(f"{shape}: a run on {count}, of which one is killed")
+    shutil.rmtree(work.folder / "results/runs" / run, ignore_errors=True)  # of an attempt before
+    settings = {"devices": work.devices(count), "rows_per_step": rows_of(shape) * count}
     settings |= {"steps": dict.fromkeys(("cpu", "cuda"), LONG_STEPS), "checkpoint_every": CHECKPOINT_EVERY}
     config = work.config(shape, run, settings)
+    with driven(work, config, run) as (driver, output):
+        checkpoint_after(work, run, 0, driver, output)
+        victim = next((process for process, rank in workers(work) if rank == count - 1), None)
+        if victim is None:
+            raise DraftflowError("There is no process to kill.", f"The run said:\n{said(output)}", run)
+        os.kill(victim, signal.SIGKILL)
+        began = time.monotonic()
+        code = driver.wait(PATIENCE)
+        seconds = time.monotonic() - began
+        left = len(list(processes(work)))
+        errors = [line for line in said(output).splitlines() if line.startswith("draftflow: error")]
+    first = newest_checkpoint(work, run)
+    with driven(work, config, run) as (driver, output):
+        later = checkpoint_after(work, run, first, driver, output)
+        resumed = re.findall(r"resuming from step \d+", said(output))
+    return {
+        "devices": count,
+        "code": code,
+        "seconds": round(seconds, 1),
+        "left": left,
+        "said": list(dict.fromkeys(errors)),
+        "checkpoint": first,
+        "resumed": resumed[-1] if resumed else None,
+        "next_checkpoint": later,
+    }
+
+
+@contextlib.contextmanager
+def driven(work: Work, config: Path, run: str) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    """A Snakemake that trains, and what it says; in the end it is interrupted, if it still runs, and writes a
+    checkpoint."""
     output = work.folder / f"{run}.txt"
     with output.open("w") as stream:
         driver = subprocess.Popen(
@@ -271,42 +318,24 @@ def killed(work: Work, shape: str, most: int) -> dict[str, Any]:
             start_new_session=True,
         )
     try:
-        first = checkpoint_after(work, run, 0, driver, output)
-        (victim,) = (process for process, rank in workers(work) if rank == most - 1)
-        os.kill(victim, signal.SIGKILL)
-        began = time.monotonic()
-        code = driver.wait(PATIENCE)
-        seconds = time.monotonic() - began
-        left = len(list(workers(work)))
-        said = [line for line in output.read_text(encoding="utf-8").splitlines() if line.startswith("draftflow: error")]
-        again = {**settings, "steps": dict.fromkeys(("cpu", "cuda"), LONG_STEPS)}
-        with output.open("a") as stream:
-            driver = subprocess.Popen(
-                work.command(work.config(shape, run, again), "train_drafter"),
-                env=work.variables,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        later = checkpoint_after(work, run, first, driver, output)
-        resumed = [line for line in output.read_text(encoding="utf-8").splitlines() if "resuming from step" in line]
+        yield driver, output
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            driver.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)
-    return {
-        "devices": most,
-        "code": code,
-        "seconds": round(seconds, 1),
-        "left": left,
-        "said": list(dict.fromkeys(said)),
-        "checkpoint": first,
-        "resumed": resumed[-1] if resumed else None,
-        "next_checkpoint": later,
-    }
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(driver.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                driver.wait(PATIENCE)
+
+
+def said(output: Path) -> str:
+    """What a run has said so far."""
+    return output.read_text(encoding="utf-8")
+
+
+def newest_checkpoint(work: Work, run: str) -> int:
+    """Its step; 0 if there is none."""
+    folders = work.folder.glob(f"results/runs/{run}/*/checkpoints/*/step-*/state.json")
+    return max((int(path.parent.name.removeprefix("step-")) for path in folders), default=0)
 
 
 def checkpoint_after(work: Work, run: str, step: int, driver: "subprocess.Popen[bytes]", output: Path) -> int:
@@ -316,50 +345,66 @@ def checkpoint_after(work: Work, run: str, step: int, driver: "subprocess.Popen[
         DraftflowError: the run ends before, or takes too long.
     """
     end = time.monotonic() + PATIENCE
-    while True:
-        folders = work.folder.glob(f"results/runs/{run}/*/checkpoints/*/step-*/state.json")
-        steps = [int(path.parent.name.removeprefix("step-")) for path in folders]
-        if steps and max(steps) > step:
-            return max(steps)
+    while (found := newest_checkpoint(work, run)) <= step:
         if driver.poll() is not None or time.monotonic() > end:
-            said = output.read_text(encoding="utf-8")[-LAST_LINES:]
-            raise DraftflowError("There is no checkpoint.", f"The run said:\n{said}", run)
+            raise DraftflowError("There is no checkpoint.", f"The run said:\n{said(output)[-LAST_LINES:]}", run)
         time.sleep(0.1)
+    return found
+
+
+def processes(work: Work) -> Iterator[Path]:
+    """Of the workflow: those whose current folder is its, as entries of /proc."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            here = (process / "cwd").resolve(strict=True) == work.folder
+            if here and int(process.name) != os.getpid():
+                yield process
 
 
 def workers(work: Work) -> Iterator[tuple[int, int]]:
-    """Processes that train in the folder of the workflow, and their ranks."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            if b"draftflow.training.worker" not in (process / "cmdline").read_bytes():
-                continue
-            if (process / "cwd").resolve() != work.folder.resolve():
-                continue
-            variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-            yield int(process.name), int(dict(entry.partition("=")[::2] for entry in variables)["LOCAL_RANK"])
+    """Those that train, by process id, and their ranks."""
+    for process in processes(work):
+        with contextlib.suppress(OSError, KeyError):
+            if b"draftflow.training.worker" in (process / "cmdline").read_bytes().split(b"\0"):
+                entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+                rank = dict(entry.partition("=")[::2] for entry in entries)["LOCAL_RANK"]
+                yield int(process.name), int(rank)
 
 
-def measure(work: Work, arguments: argparse.Namespace, output: Path) -> dict[str, Any]:
-    """All parts that are asked for and not there yet."""
-    path = output / "devices.json"
+def measure(work: Work, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All that is asked for and not there yet; each is kept as soon as it is done.
+
+    Raises:
+        DraftflowError: the folder holds runs of other settings, or something fails.
+    """
+    path = work.folder / "devices.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    most = max(arguments.devices)
+    settings = {"steps": work.steps, "torch": dict(work.torch), "kind": "cuda" if work.gpus else "cpu"}
+    changed = [name for name, value in settings.items() if found.get("settings", settings)[name] != value]
+    if changed:
+        raise DraftflowError(
+            f"The folder holds runs with another {changed[0]}.", "Give these a folder of their own.", str(path)
+        )
+    found["settings"] = settings
+    parts, most = arguments.part or PARTS, max(arguments.devices)
     for shape in arguments.shape:
         make_target(work, shape)
-        of_shape = found.setdefault(shape, {})
-        for part in arguments.part or PARTS:
-            if part in of_shape or (part != "training" and most == 1):
+        asked: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
+        for count in arguments.devices:
+            asked.append(("training", f"{count}", partial(colocated, work, shape, count)))
+            if count > 1:
+                trial = partial(work.trial, "sums", shape, ranks=count)
+                asked.append(("sums", f"{count}", trial))
+        for drafters, targets in arguments.split:
+            asked.append(("training", f"{drafters}+{targets}", partial(split, work, shape, drafters, targets)))
+        if most > 1:
+            asked.append(("equal", "2", partial(equal, work, shape)))
+            asked.append(("killed", f"{most}", partial(killed, work, shape, most)))
+        for part, name, do in sorted(asked, key=lambda one: PARTS.index(one[0])):
+            done = found.setdefault("shapes", {}).setdefault(shape, {}).setdefault(part, {})
+            if part not in parts or name in done:
                 continue
-            if part == "training":
-                of_shape[part] = scaling(work, shape, arguments.devices, arguments.split)
-            elif part == "equal":
-                of_shape[part] = equal(work, shape, most)
-            elif part == "killed":
-                of_shape[part] = killed(work, shape, most)
-            else:
-                counts = [count for count in arguments.devices if count > 1]
-                layers = ["--layers", str(layers_of(shape))]
-                of_shape[part] = [work.trial("sums", shape, *layers, ranks=count) for count in counts]
+            done[name] = do()
             command = shlex.join(["python", "benchmarks/devices.py", *sys.argv[1:]])
             found["commands"] = list(dict.fromkeys([*found.get("commands", []), command]))
             write_json(path, found)
@@ -368,7 +413,10 @@ def measure(work: Work, arguments: argparse.Namespace, output: Path) -> dict[str
 
 def render(found: Mapping[str, Any]) -> str:
     """All tables."""
-    shapes = {name: parts for name, parts in found.items() if name in SHAPES}
+    shapes = {
+        shape: {part: list(done.values()) for part, done in parts.items()}
+        for shape, parts in found.get("shapes", {}).items()
+    }
     tables = {
         "### Warm-up, device by device": warm_table,
         "### Training": training_table,
@@ -380,7 +428,7 @@ def render(found: Mapping[str, Any]) -> str:
     for title, table in tables.items():
         head, rows = table(shapes)
         parts += [title, markdown(head, rows)] if rows else []
-    return "\n\n".join([*parts, *(f"Made by `{command}`." for command in found["commands"])])
+    return "\n\n".join([*parts, *(f"Made by `{command}`." for command in found.get("commands", []))])
 
 
 Table = tuple[list[str], list[list[str]]]
@@ -444,9 +492,18 @@ def sums_table(shapes: Mapping[str, Any]) -> Table:
         for one in parts.get("sums", []):
             waited = waits.get(one["ranks"])
             size, rate = f"{one['bytes'] / 1e6:,.1f}", f"{one['bus_gb_per_s']:.1f}"
-            times = [f"{one[name]:.2f}" for name in ("each_ms", "together_ms")]
+            times = [f"{one[name]:.2f}" for name in ("each_ms", "pieces_ms", "together_ms")]
             rows.append([shape, f"{one['ranks']}", size, *times, rate, "" if waited is None else f"{waited:.2f}"])
-    head = ["shape", "devices", "MB", "each by itself, ms", "as one tensor, ms", "bus, GB/s", "a step waits, ms"]
+    head = [
+        "shape",
+        "devices",
+        "MB",
+        "each by itself, ms",
+        "in pieces, ms",
+        "as one tensor, ms",
+        "bus, GB/s",
+        "a step waits, ms",
+    ]
     return head, rows
 
 
@@ -454,7 +511,7 @@ def equal_table(shapes: Mapping[str, Any]) -> Table:
     """How far weights and losses are from one another."""
     rows = []
     for shape, parts in shapes.items():
-        if one := parts.get("equal"):
+        for one in parts.get("equal", []):
             facts = [f"{one['rows_per_step']}", f"{one['steps']}", f"{one['distance']:.2g} (`{one['tensor']}`)"]
             rows.append([shape, "{} and {}".format(*one["devices"]), *facts, f"{one['loss']:.2g}"])
     head = ["shape", "devices", "rows a step", "steps", "farthest tensor, of its norm", "farthest loss, of it"]
@@ -465,7 +522,7 @@ def killed_table(shapes: Mapping[str, Any]) -> Table:
     """How it ended and went on."""
     rows = []
     for shape, parts in shapes.items():
-        if one := parts.get("killed"):
+        for one in parts.get("killed", []):
             facts = [f"{one['seconds']:.1f}", f"{one['code']}", f"{one['left']}", " ".join(one["said"])]
             rows.append([shape, f"{one['devices']}", *facts, one["resumed"] or "no"])
     return ["shape", "devices", "ended after, s", "status", "processes left", "said", "the same command"], rows
@@ -490,6 +547,8 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the workflow and of devices.json")
     parser.add_argument("--write", type=Path, help="the document that holds the tables")
     arguments = parser.parse_args(line)
+    if arguments.steps < FEWEST_STEPS:
+        parser.error(f"--steps must be {FEWEST_STEPS} at least: the first {SKIPPED} do not count")
     arguments.shape = arguments.shape or ["smollm2"]
     arguments.devices, arguments.split = sorted(arguments.devices or [1, 2]), arguments.split or []
     return arguments
@@ -498,14 +557,17 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print the tables, and write them where one asks for it."""
     arguments = parse()
-    kind = "cuda" if detect_gpus() and not arguments.cpu else "cpu"
+    gpus = [] if arguments.cpu else [gpu.index for gpu in visible_gpus(detect_gpus())]
     settings: dict[str, Any] = {"version": arguments.torch} if arguments.torch else {}
     if arguments.interpreter:
         settings = {"build": "external", "interpreter": arguments.interpreter}
+    most = max([*arguments.devices, *map(sum, arguments.split)])
+    if gpus and most > len(gpus):
+        raise DraftflowError(f"{most} GPUs are asked for and {len(gpus)} are there.", "Ask for fewer.", "--devices")
     arguments.output.mkdir(parents=True, exist_ok=True)
     targets = dict(entry.partition("=")[::2] for entry in arguments.target)
-    work = Work(arguments.output.resolve(), kind, settings, targets, arguments.steps)
-    found = measure(work, arguments, arguments.output)
+    work = Work(arguments.output.resolve(), gpus, settings, targets, arguments.steps)
+    found = measure(work, arguments)
     text = render(found)
     print(text)
     if arguments.write:

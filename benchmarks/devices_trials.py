@@ -14,16 +14,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from scaling import drafter_shape
 from target_shapes import SHAPES
-from torch import Tensor
 
 from draftflow.drafter.model import Drafter
-from draftflow.drafter.shape import DrafterShape
+from draftflow.training.plan import SUMMED_BYTES
+from draftflow.training.sums import Sums
 
 ROOT = Path(__file__).parents[1]
 LAYERS = 8  # of a random target: the fewest at which five evenly spread taps are distinct
@@ -48,47 +50,46 @@ def write_target(name: str, folder: Path) -> dict[str, Any]:
     return {"folder": str(folder)}
 
 
-def drafter_shape(name: str, layers: int) -> DrafterShape:
-    """The drafter that devices.py trains for a shape."""
-    config, block = SHAPES[name]["config"], SHAPES[name]["step"]["block_size"]
-    description = {**config, "num_hidden_layers": LAYERS, "bos_token_id": 1, "eos_token_ids": [2]}
-    description["mask_token_id_auto"] = config["vocab_size"] - 1
-    drafter = {"layers": layers, "block_size": block, "taps": 5, "target_layers": None, "mask_token": "auto"}
-    return DrafterShape.from_target(description, drafter)
-
-
-def sums(name: str, layers: int) -> dict[str, Any]:
-    """Milliseconds that the sums of a drafter's gradients take with nothing beside them: each by itself, as they are
-    begun in a backward pass, and all as one tensor, as of a replayed step."""
+def sums(name: str) -> dict[str, Any]:
+    """Milliseconds that the sums of a drafter's gradients take with nothing beside them: each by itself; in pieces, as
+    they are begun in a backward pass; and all as one tensor, as of a step that is replayed."""
     place = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(place)
     device = torch.device("cuda", place) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
+    shape = drafter_shape(name, SHAPES[name]["step"]["block_size"], SHAPES[name]["layers"])
     with torch.device("meta"):
-        shapes = [parameter.shape for parameter in Drafter(drafter_shape(name, layers)).parameters()]
+        shapes = [parameter.shape for parameter in Drafter(shape).parameters()]
     dtype = torch.bfloat16 if cuda else torch.float32
     gradients = [torch.ones(shape, dtype=dtype, device=device) for shape in reversed(shapes)]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
 
-    def each() -> None:
-        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
-            assert work is not None
-            work.wait()
+    def each(at_least: int = 0) -> None:
+        found = Sums(at_least)
+        for gradient in gradients:
+            found.add(gradient)
+        found.flush()
+        found.end()
 
     def together() -> None:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        parts: list[Tensor] = list(flat.split([gradient.numel() for gradient in gradients]))
-        torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
+        found = Sums()
+        found.together(gradients)
+        found.end()
 
-    size, ranks = sum(gradient.nbytes for gradient in gradients), dist.get_world_size()
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if cuda else "cpu", "ranks": ranks, "bytes": size}
-    for way in (each, together):
-        found[f"{way.__name__}_ms"] = round(_milliseconds(way, cuda), 3)
-    found["bus_gb_per_s"] = round(2 * (ranks - 1) / ranks * size / found["together_ms"] / 1e6, 2)
+    ways = {"each": each, "pieces": partial(each, SUMMED_BYTES), "together": together}
+    times = {f"{way}_ms": round(_milliseconds(do, cuda), 3) for way, do in ways.items()}
+    alone = _milliseconds(lambda: dist.all_reduce(flat), cuda)
+    ranks = dist.get_world_size()
     dist.destroy_process_group()
-    return found
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "ranks": ranks,
+        "bytes": flat.nbytes,
+        **times,
+        "bus_gb_per_s": round(2 * (ranks - 1) / ranks * flat.nbytes / alone / 1e6, 2),
+    }
 
 
 def _milliseconds(way: Callable[[], None], cuda: bool) -> float:
@@ -124,13 +125,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trial", choices=["target", "sums", "compare"])
     parser.add_argument("arguments", nargs="+")
-    parser.add_argument("--layers", type=int, default=5, help="of the drafter")
     arguments = parser.parse_args()
     given = arguments.arguments
     if arguments.trial == "target":
         found = write_target(given[0], Path(given[1]))
     elif arguments.trial == "sums":
-        found = sums(given[0], arguments.layers)
+        found = sums(given[0])
     else:
         found = compare(Path(given[0]), Path(given[1]))
     if int(os.environ.get("RANK", "0")) == 0:

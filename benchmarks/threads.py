@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("--gpus", action="store_true", help="call on GPUs")
     parser.add_argument("--write", type=Path, help="the document that holds the table")
     arguments = parser.parse_args()
+    if arguments.gpus and not detect_gpus():
+        raise DraftflowError("There is no GPU.", "Leave it out, or look at nvidia-smi.", "--gpus")
     start = time.monotonic()
     builds = arguments.build or ["2.10.0", "2.11.0", "2.12.1", "2.14.1"]
     pythons = arguments.python or [interpreter(version) for version in builds]

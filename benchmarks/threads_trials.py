@@ -38,6 +38,7 @@ MASKS = 5  # before each call, where masks are made
 # Seconds after which a thread must let another run: Python's own, and for every other trial one as on a busy machine
 SWITCHES = (5e-3, 1e-4)
 TIME_LIMIT = {"aot_eager": 60.0, "inductor": 300.0}  # seconds of a trial
+STARTING = {"cpu": 0.0, "cuda": 30.0}  # seconds that a process may take for its device
 TILES = {"cpu": 32, "cuda": 128}  # of a mask
 TOLERANCE = {"cpu": 1e-4, "cuda": 2e-3}  # kernels of a GPU may round products to fewer bits
 
@@ -187,7 +188,7 @@ def trial(kind: str, backend: str, condition: str, number: int = 0) -> tuple[lis
             process.start()
             theirs.close()
             processes[ours] = process
-        end = time.monotonic() + TIME_LIMIT[backend]
+        end = time.monotonic() + TIME_LIMIT[backend] + STARTING[device_kind]
         waiting = list(processes)
         while waiting:
             ready: list[Any] = wait(waiting, timeout=max(0.0, end - time.monotonic()))

@@ -125,7 +125,7 @@ def resolve_devices(setting: Any, gpus: Sequence[Gpu], gpu_model: str | None = N
     """
     if isinstance(setting, Mapping) and "nodes" in setting:
         return _allotted(setting, gpu_model)
-    seen = _visible(gpus)
+    seen = visible_gpus(gpus)
     if isinstance(setting, Mapping):
         return _split(setting, seen)
     if setting == "auto":
@@ -215,7 +215,7 @@ def threads_per_process(devices: Devices) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, granted // devices.per_node))}
 
 
-def _visible(gpus: Sequence[Gpu]) -> list[Gpu]:
+def visible_gpus(gpus: Sequence[Gpu]) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves; CUDA stops reading at the first entry that it does not know."""
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     if setting is None:
