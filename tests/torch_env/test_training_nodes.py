@@ -178,20 +178,26 @@ def test_a_killed_worker_ends_all_nodes_within_seconds(cluster, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("codes", "first", "found"),
+    ("codes", "later", "found"),
     [
         ({0: 1, 1: -9}, 0, (1, 9)),  # rank 0 lost its connection, and torchrun takes it for the cause
-        ({0: -6, 1: -9}, 0, (1, 9)),
+        ({0: -6, 1: -9}, 1, (1, 9)),
         ({0: -9, 1: 1}, 0, (0, 9)),
         ({0: -11, 1: -9}, 0, (0, 11)),
-        ({2: -6}, 2, (2, 6)),
+        ({2: -6}, 0, (2, 6)),
         ({0: 1, 1: 1}, 0, None),
+        # what torchrun ends itself
+        ({0: 1, 1: -15}, 0, None),
+        ({0: 1, 1: -6}, 0, None),
+        ({0: 1, 1: -9}, 30, None),
+        ({0: -11, 1: -9, 2: -9}, 30, (0, 11)),
     ],
 )
-def test_the_worker_that_was_killed_is_found_in_what_torchrun_says(codes, first, found, tmp_path):
+def test_the_worker_that_was_killed_is_found_in_what_torchrun_says(codes, later, found, tmp_path):
+    """`later`: seconds after the first of them for the others."""
     failures = {rank: ProcessFailure(rank, 4000 + rank, code, str(tmp_path / "none")) for rank, code in codes.items()}
     for rank, failure in failures.items():
-        failure.timestamp = int(rank != first)
+        failure.timestamp = 1_800_000_000 + (later if rank != min(codes) else 0)
     log = str(ChildFailedError("draftflow.training.worker", failures))
     assert killed_worker(log) == found
     if found is not None:

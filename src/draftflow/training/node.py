@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ JOB, LAUNCH = "job.json", "launch.json"
 LAUNCHER = "launcher"  # the note of the process that started the launcher
 
 TICK_SECONDS = 0.5
+
+# A worker in torchrun's last words, of which the root cause comes last: time, place, exit status, process
+TOLD = r"time +: (\S+)\n(?: +host[^\n]*\n)? +rank +: (\d+)[^\n]*\n +exitcode +: (-?\d+) +\(pid: (\d+)\)"
+
+# Between failures that torchrun, which looks several times a second, notices at once; by its clock of whole seconds
+AT_ONCE = timedelta(seconds=5)
 
 # Timeouts for which a node waits for others that copy environment and cache to their disks before they are heard of
 COPYING = 10
@@ -231,17 +238,26 @@ def _ending(workers: Workers, log: str) -> Ending:
 def killed_worker(log: str, cut_down: Collection[int] = ()) -> tuple[int, int] | None:
     """The worker that was killed, as torchrun's last words tell it: its place on the node, and the signal.
 
-    Others then lose their connection to it, and fail or abort. Where torchrun notices both at once, it takes the lower
-    place for the root cause. A worker that it ended itself is none of those that it tells.
+    The others then lose their connection to it, and fail or abort. Where torchrun notices both at once, it takes the
+    lower place for the root cause. It also tells how those ended that it then ended itself, which is no cause: with
+    SIGTERM, and those that are left half a minute later with SIGKILL.
 
     Args:
         log: of torchrun.
         cut_down: process ids of workers that were ended on purpose.
     """
-    told = re.findall(r"rank +: (\d+)[^\n]*\n +exitcode +: -(\d+) \(pid: (\d+)\)", log)
-    found = [(int(place), int(number)) for place, number, process in told if int(process) not in cut_down]
-    # the root cause is told last
-    return min(reversed(found), key=lambda one: one[1] == signal.SIGABRT, default=None)
+    told = [
+        (datetime.strptime(time, "%Y-%m-%d_%H:%M:%S"), int(place), -int(status), int(process))
+        for time, place, status, process in re.findall(TOLD, log)
+    ]
+    if not told:
+        return None
+    *others, root = told
+    at_once = [one for one in others if one[2] == signal.SIGKILL and abs(one[0] - root[0]) <= AT_ONCE]
+    found = [
+        (place, number) for _, place, number, process in [root, *at_once] if number > 0 and process not in cut_down
+    ]
+    return min(found, key=lambda one: one[1] == signal.SIGABRT, default=None)
 
 
 @dataclass
