@@ -36,6 +36,16 @@ def test_the_bound_is_the_sum_of_its_parts_and_grows_with_what_a_step_holds():
     assert longer["features"] == 2 * bound["features"]
 
 
+def test_gradients_that_are_summed_over_ranks_together_are_there_twice():
+    assert step_bound(PLAN, 0)["sums"] == 0  # each of them is large, the smallest 8 MiB
+    few = replace(PLAN, anchors=64)  # a step that is replayed
+    assert step_bound(few, 0)["sums"] == 2 * drafter_parameters(QWEN3_8B)
+    # as many heads for keys as for queries: four small matrices of a size, three large ones, and fc
+    sizes = {"hidden_size": 1024, "heads": 8, "intermediate_size": 8192}
+    small = replace(PLAN, rows=64, drafter={**QWEN3_8B, **sizes})
+    assert step_bound(small, 0)["sums"] == 2 * 5 * 4 * 1024 * 1024
+
+
 @pytest.mark.parametrize(("heads", "expected"), [(32, 32 * 8192 * 11264 * 4), (16, 16 * 8192 * 11264 * 4)])
 def test_the_scores_of_dense_attention_alone_are_larger_than_a_layer_s_share_of_the_bound(heads, expected):
     plan = Plan("cuda", "bfloat16", 1, 3072, 512, 16, 1760, {**QWEN3_8B, "heads": heads})

@@ -33,9 +33,10 @@ def step_bound(plan: Plan, target_bytes: int) -> dict[str, int]:
     float8 = 2 * (weights + shape["layers"] * (blocks * (2 * hidden + queries + middle) + context * hidden))
     float8 += 2 * context * len(shape["target_layer_ids"]) * hidden + 2 * blocks * max(middle, hidden, queries)
     # gradients that are summed over ranks together, in a tensor of their own, where there are several
-    matrices = {hidden * queries: 2, hidden * keys: 2, hidden * shape["intermediate_size"]: 3}
-    small = sum(size * count for size, count in matrices.items() if size * width < SUMMED_BYTES)
-    together = weights if worth_capturing(plan) else shape["layers"] * small
+    fc = len(shape["target_layer_ids"]) * hidden * hidden
+    matrices = [fc, *shape["layers"] * (2 * [hidden * queries] + 2 * [hidden * keys] + 3 * [hidden * middle])]
+    small = sum(size for size in matrices if size * width < SUMMED_BYTES)
+    together = weights if worth_capturing(plan) else small
     parts = {
         "target_weights": target_bytes,
         # fp32 weights and two moments; gradients, and the weights themselves, in the precision of the products
