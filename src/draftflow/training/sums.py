@@ -23,7 +23,7 @@ class Sums:
     def add(self, gradient: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Sum a gradient over the ranks of `group` (None is all), now or with others."""
         if gradient.nbytes >= self.at_least:
-            self._begin([gradient], group)
+            self.together([gradient], group)
             return
         self._waiting.append(gradient)
         if sum(waiting.nbytes for waiting in self._waiting) >= self.at_least:
@@ -32,14 +32,11 @@ class Sums:
     def flush(self, group: dist.ProcessGroup | None = None) -> None:
         """Begin what waits."""
         if self._waiting:
-            self._begin(self._waiting, group)
+            self.together(self._waiting, group)
             self._waiting = []
 
     def together(self, gradients: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Sum all of them as one tensor."""
-        self._begin(gradients, group)
-
-    def _begin(self, gradients: list[Tensor], group: dist.ProcessGroup | None) -> None:
+        """Begin to sum them as one tensor."""
         one = gradients[0] if len(gradients) == 1 else torch.cat([gradient.flatten() for gradient in gradients])
         work = dist.all_reduce(one, group=group, async_op=True)
         assert work is not None
