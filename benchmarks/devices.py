@@ -54,7 +54,7 @@ LAYERS = 5  # of the drafter
 LONG_STEPS = 100_000  # of one that is killed
 CHECKPOINT_EVERY = 20
 PATIENCE = 900.0  # seconds for a run to get to its steps, and to end with a checkpoint
-LAST_LINES = 2000  # characters of a failed run that are shown
+SHOWN = 2000  # last characters of what failed
 
 
 @dataclass
@@ -123,8 +123,8 @@ class Work:
         snakemake = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
         return [*snakemake, *arguments, "--directory", str(self.folder), "--configfile", str(config)]
 
-    def snakemake(self, config: Path, *arguments: str) -> str:
-        """What the workflow prints.
+    def snakemake(self, config: Path, *arguments: str) -> None:
+        """Run the workflow.
 
         Raises:
             DraftflowError: it fails.
@@ -132,8 +132,7 @@ class Work:
         command = self.command(config, *arguments)
         done = subprocess.run(command, env=self.variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            raise DraftflowError("The workflow failed.", f"It said:\n{done.stdout[-LAST_LINES:]}", str(config))
-        return done.stdout
+            raise DraftflowError("The workflow failed.", f"It said:\n{done.stdout[-SHOWN:]}", str(config))
 
     def interpreter(self) -> str:
         """Python of the environment that trains, once it is installed: of several builds of a version the newest."""
@@ -153,7 +152,7 @@ class Work:
         command = [self.interpreter(), *torchrun, str(ROOT / "benchmarks/devices_trials.py"), *arguments]
         done = subprocess.run(command, env=self.variables, capture_output=True, text=True)
         if done.returncode:
-            raise DraftflowError("A trial failed.", f"It said:\n{done.stderr[-LAST_LINES:]}", shlex.join(arguments))
+            raise DraftflowError("A trial failed.", f"It said:\n{done.stderr[-SHOWN:]}", shlex.join(arguments))
         return json.loads(done.stdout.splitlines()[-1])
 
     def only(self, pattern: str) -> Path:
@@ -281,7 +280,7 @@ def killed(work: Work, shape: str, count: int) -> dict[str, Any]:
         checkpoint_after(work, run, 0, driver, output)
         victim = next((process for process, rank in workers(work) if rank == count - 1), None)
         if victim is None:
-            raise DraftflowError("There is no process to kill.", f"The run said:\n{said(output)}", run)
+            raise DraftflowError("There is no process to kill.", f"The run said:\n{said(output)[-SHOWN:]}", run)
         os.kill(victim, signal.SIGKILL)
         began = time.monotonic()
         code = driver.wait(PATIENCE)
@@ -347,7 +346,7 @@ def checkpoint_after(work: Work, run: str, step: int, driver: "subprocess.Popen[
     end = time.monotonic() + PATIENCE
     while (found := newest_checkpoint(work, run)) <= step:
         if driver.poll() is not None or time.monotonic() > end:
-            raise DraftflowError("There is no checkpoint.", f"The run said:\n{said(output)[-LAST_LINES:]}", run)
+            raise DraftflowError("There is no checkpoint.", f"The run said:\n{said(output)[-SHOWN:]}", run)
         time.sleep(0.1)
     return found
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from scaling import drafter_shape
 from target_shapes import SHAPES
+from targets import LAYERS, random_target
 
 from draftflow.drafter.model import Drafter
 from draftflow.training.plan import SUMMED_BYTES
 from draftflow.training.sums import Sums
 
 ROOT = Path(__file__).parents[1]
-LAYERS = 8  # of a random target: the fewest at which five evenly spread taps are distinct
 ROUNDS = 10
 
 
@@ -36,16 +36,12 @@ def write_target(name: str, folder: Path) -> dict[str, Any]:
     """A target of a shape of `SHAPES` as users bring one: config, random bf16 weights, and a small tokenizer."""
     sys.path.append(str(ROOT / "tests" / "torch_env"))
     from tiny import make_target, make_tokenizer
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     if name == "tiny":
         make_target(folder)
     else:
-        facts = {**SHAPES[name]["config"], "num_hidden_layers": LAYERS, "eos_token_id": 2, "bos_token_id": 1}
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts), dtype=torch.bfloat16)
-        model.save_pretrained(folder)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        random_target(name, LAYERS, device, torch.bfloat16).model.save_pretrained(folder)
         make_tokenizer().save_pretrained(folder)
     return {"folder": str(folder)}
 

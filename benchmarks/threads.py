@@ -29,6 +29,7 @@ from draftflow.environment.install import install
 from draftflow.environment.lock import environment_id, lock_file
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, say
+from draftflow.training.devices import visible_gpus
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table of benchmarks/threads.py -->", "<!-- end of the table -->"
@@ -133,7 +134,7 @@ def machine(gpus: bool) -> str:
     """The processor and how many of it there are, and the GPUs if they are used."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.partition(":")[2].strip() for line in info if line.startswith("model name")), "CPU")
-    names = Counter(gpu.name for gpu in detect_gpus()) if gpus else {}
+    names = Counter(gpu.name for gpu in visible_gpus(detect_gpus())) if gpus else {}
     used = "".join(f"{count} x {name}, " for name, count in names.items())
     return f"{used}{os.cpu_count()} cores of {model}, Linux {platform.release()}"
 
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--gpus", action="store_true", help="call on GPUs")
     parser.add_argument("--write", type=Path, help="the document that holds the table")
     arguments = parser.parse_args()
-    if arguments.gpus and not detect_gpus():
+    if arguments.gpus and not visible_gpus(detect_gpus()):
         raise DraftflowError("There is no GPU.", "Leave it out, or look at nvidia-smi.", "--gpus")
     start = time.monotonic()
     builds = arguments.build or ["2.10.0", "2.11.0", "2.12.1", "2.14.1"]
