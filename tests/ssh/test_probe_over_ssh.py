@@ -161,4 +161,4 @@ def test_a_probe_that_is_reached_and_does_not_finish_is_no_failure_of_the_way(se
     hop, sentence = failure(server.host("sh", python=str(slow)), timeout_seconds=4.0)
     assert hop == "probe"
     assert "did not finish in 4 s" in sentence
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 15

@@ -171,7 +171,7 @@ def test_a_killed_worker_ends_all_nodes_within_seconds(cluster, tmp_path):
         start = time.monotonic()
         os.kill(everyone[1], signal.SIGKILL)
         output = process.communicate(timeout=600)[0]
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 15
     assert process.returncode == 1
     assert not any(map(lives, everyone))
     assert f"A training process on node 1 ({socket.gethostname()}) was killed by signal 9" in output.splitlines()[-1]

@@ -112,7 +112,7 @@ def test_a_torch_that_kills_its_interpreter_is_reported_with_the_signal(fake_tor
 def test_a_torch_that_hangs_costs_no_more_than_the_time_given(fake_torch):
     start = time.monotonic()
     report = report_of(run("4", "1", PYTHONPATH=fake_torch("import time; time.sleep(600)")))
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 10
     assert "no end after" in report["problems"][0]
 
 

@@ -173,7 +173,7 @@ def test_a_killed_worker_ends_all_at_once(tmp_path, other):
         start = time.monotonic()
         os.kill(run.workers[3], signal.SIGKILL)
         status, output = run.end()
-    assert time.monotonic() - start < 25  # torchrun would wait for 30
+    assert time.monotonic() - start < 10
     assert status == 1
     assert output == (
         f"draftflow: error: A training process on node {node_of(3)} was killed by signal 9, perhaps for want of memory."
