@@ -247,8 +247,10 @@ def train_all(run: Run, variants: Sequence[str]) -> None:
 
 
 def is_trained(run: Run, variant: str) -> bool:
+    from acceptance_trials import Variant
+
     marks = [entry["mark"] for entry in read_run(run.output, variant)["marks"]]
-    return set(run.settings["at"]) <= set(marks)
+    return set(Variant.parse(variant).marks(run.settings["at"])) <= set(marks)
 
 
 def read_run(output: Path, variant: str) -> dict[str, Any]:
@@ -266,7 +268,10 @@ def measure_all(run: Run) -> None:
     replayed = [output / "replay" / variant / f"{mark:g}.json" for variant, mark in kept]
     cache = output / "cache" / "replay"
     run.do("replay", lambda: all(path.is_file() for path in replayed), run.trial("replay"), cache=cache)
-    speeds = [output / "speed" / f"{variant}.json" for variant in dict(kept)]
+    # by generators, which take longer than the replay: the chosen ones
+    speeds = [
+        output / "speed" / f"{variant}.json" for variant, mark in dict(kept).items() if mark in settings["generate_at"]
+    ]
     run.do("speed", lambda: all(path.is_file() for path in speeds), run.trial("speed"))
     workers = settings["workers"]
     parts = [
@@ -507,7 +512,9 @@ def make_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             raise DraftflowError(f"There is no folder of the {name}.", f"Name it with --{name}.", str(value or ""))
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     variants = arguments.variant or before.get("variants", ["draftflow", "specforge"])
-    parsed = [Variant.parse(variant) for variant in variants]
+    parsed, at = [Variant.parse(variant) for variant in variants], sorted(arguments.at or AT)
+    for variant in parsed:
+        variant.marks(at)
     if arguments.peers is None and any(variant.trainer == "specforge" for variant in parsed):
         raise DraftflowError(
             "It is not said where the peers are.", "Name the folder of benchmarks/peers.py.", "--peers"
@@ -524,8 +531,8 @@ def make_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "peers": None if arguments.peers is None else str(arguments.peers.resolve()),
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "seed": arguments.seed,
-        "at": sorted(arguments.at or AT),
-        "generate_at": sorted(arguments.generate_at or arguments.at or AT),
+        "at": at,
+        "generate_at": sorted(arguments.generate_at or at),
         "variants": variants,
     }
     for name in ("workers", "held_out_prompts", "batch", "samples", "temperature"):
@@ -581,7 +588,9 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, help="folder of benchmarks/peers.py")
     parser.add_argument("--variant", action="append", help="a trainer, as draftflow,loss=kl,lr=1e-3; may be repeated")
     parser.add_argument("--at", type=float, action="append", help=f"seconds at which weights are kept; default {AT}")
-    parser.add_argument("--generate-at", type=float, action="append", help="those that z-lab's generator is used on")
+    parser.add_argument(
+        "--generate-at", type=float, action="append", help="those that generators are used on; default all"
+    )
     parser.add_argument("--seconds", type=float, default=3600.0, help="for this call; what does not fit is left out")
     parser.add_argument("--held-out-prompts", type=int, help=f"to evaluate on; default {FULL['held_out_prompts']}")
     parser.add_argument("--samples", type=int, help="responses of each prompt beside the greedy one; default none")

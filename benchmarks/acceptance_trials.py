@@ -62,6 +62,7 @@ class Variant:
         learning_rate: at its highest.
         warmup: steps over which it rises; None is 4 % of the run, 100 at most.
         steps: over which it falls; None is as many as the run is expected to have.
+        until: seconds of training after which it ends; None is the last at which weights are kept.
     """
 
     text: str
@@ -72,6 +73,7 @@ class Variant:
     learning_rate: float = trainers.LEARNING_RATE
     warmup: int | None = None
     steps: int | None = None
+    until: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Variant":
@@ -92,6 +94,7 @@ class Variant:
                 float(given.pop("lr", trainers.LEARNING_RATE)),
                 int(given.pop("warmup")) if "warmup" in given else None,
                 int(given.pop("steps")) if "steps" in given else None,
+                float(given.pop("until")) if "until" in given else None,
             )
         except ValueError:
             found, given = None, {"": ""}
@@ -105,8 +108,23 @@ class Variant:
         if given or found is None or not known:
             raise DraftflowError(
                 f"{text!r} is not a trainer and its settings.",
-                "Write draftflow or specforge, and after commas lr=, warmup=, steps=; of draftflow also "
+                "Write draftflow or specforge, and after commas lr=, warmup=, steps=, until=; of draftflow also "
                 "loss=decay|dpace|kl, optimizer=adamw|muon and precision=auto|fp32|bf16|fp8.",
+                "--variant",
+            )
+        return found
+
+    def marks(self, at: Sequence[float]) -> list[float]:
+        """Those of the seconds `at` that its run reaches.
+
+        Raises:
+            DraftflowError: none of them.
+        """
+        found = [mark for mark in at if self.until is None or mark <= self.until]
+        if not found:
+            raise DraftflowError(
+                f"{self.text!r} ends before weights are kept for the first time.",
+                f"Let it train until {at[0]:g} s or longer, or name an earlier --at.",
                 "--variant",
             )
         return found
@@ -392,7 +410,7 @@ def expected_steps(seconds: float, epoch: int, first: float, again: float, kept:
 
 def train(job: Job, variant: Variant, started: float) -> None:
     """Train by the clock, and keep weights and loss of the given seconds; the clock stands meanwhile."""
-    folder, marks = job.run_folder(variant.text), job.settings["at"]
+    folder, marks = job.run_folder(variant.text), variant.marks(job.settings["at"])
     worker = make_worker(job, variant)
     other = other_data(job, worker)
     worker.warm_up(other)
@@ -660,7 +678,7 @@ def speed(job: Job) -> None:
     last = {variant: (mark, folder) for variant, mark, folder in snapshots(job)}
     for variant, (mark, folder) in last.items():
         output = job.output / "speed" / f"{variant}.json"
-        if (_read(output) or {}).get("mark") == mark:
+        if (_read(output) or {}).get("mark") == mark or mark not in job.settings["generate_at"]:
             continue
         if job.late():
             return

