@@ -42,7 +42,7 @@ from draftflow.training.data import TRAIN, Batch, Batches, Rows, read_rows, rows
 from draftflow.training.features import Colocated
 from draftflow.training.optimizer import Hyperparameters
 from draftflow.training.plan import CUDA_TILE, Plan, plan_of_run
-from draftflow.training.process import make_process, peak_memory_bytes
+from draftflow.training.process import extractor_of, make_process, peak_memory_bytes
 from draftflow.training.step import read_statistics
 
 WARM_UP, TIMED = 3, 10  # steps on other data before the clock starts; of the timed ones the length of the run is judged
@@ -241,22 +241,20 @@ class Draftflow(Worker):
         # of other data, as the usual one keeps those of the dataset
         keeping = (plan, {TRAIN: plan.rows}, job.settings["feature_cache_gb"], self.device)
         self.other_source = Colocated(self.process.source.extractor, *keeping)
+        none = (plan, {TRAIN: 0}, 0.0, self.device)
+        self.forgetful_source = Colocated(self.process.source.extractor, *none)
         optimizer = self.process.step.optimizer
         self.first = {"weights": _copies(optimizer.weights()), "state": _copies(optimizer.state())}
 
     def warm_up(self, batches: Batches, kept: bool = False) -> None:
         step, batch = self.process.step, batches.train(0).to(self.device)
-        source, step.source = step.source, self.other_source if kept else self._features
+        source, step.source = step.source, self.other_source if kept else self.forgetful_source
         step.train(batch, 0)
         step.source = source
 
     @property
     def kept_share(self) -> float:
         return self.process.source.capacity / len(self.batches.train_rows)
-
-    def _features(self, batch: Batch) -> Tensor:
-        parts = [getattr(batch, name).split(ROWS_AT_ONCE) for name in ("input_ids", "document_ids", "position_ids")]
-        return torch.cat([self.process.source.extractor(*part) for part in zip(*parts, strict=True)])
 
     def begin(self, steps: int, warmup: int) -> None:
         optimizer = self.process.step.optimizer
@@ -282,7 +280,8 @@ class Draftflow(Worker):
 
     def held_out_loss(self) -> float:
         step = self.process.step
-        source, step.source = step.source, self._features  # keeps none, so that no row of the dataset goes for it
+        # which keeps none, so that no row of the dataset goes for it
+        source, step.source = step.source, self.forgetful_source
         loss, _ = read_statistics(step.evaluate(self.batches.held_out()))
         step.source = source
         return loss
@@ -308,8 +307,8 @@ class SpecForge(Worker):
         self.trainer = trainers.SpecForge(case)
         self.trainer.restore()
         self.batches = Batches(plan, *rows, gamma, seed, rank=0, world_size=1)
-        extractor = FeatureExtractor(target, plan.feature_layers)
-        self.source = Colocated(extractor, plan, {TRAIN: len(rows[0])}, 0.0, self.device)
+        extract = extractor_of(target, plan, self.device, compiled=not job.settings["eager"])
+        self.source = Colocated(extract, plan, {TRAIN: len(rows[0])}, 0.0, self.device)
         self._set_schedule(trainers.STEPS, MOST_WARM_UP)
 
     def warm_up(self, batches: Batches, kept: bool = False) -> None:

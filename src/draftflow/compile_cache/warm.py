@@ -43,14 +43,14 @@ class WarmUp:
 
     @property
     def devices(self) -> Devices:
-        """The devices of the run. Those that train compile; on those of targets alone nothing is compiled."""
+        """The devices of the run."""
         return from_settings(self.settings)
 
     def on(self, rank: int, compile_environment: dict[str, str], hold: location.Hold | None = None) -> dict[str, Any]:
-        """Exercise the step in a fresh process on the device of `rank`; see `exercise.exercise` for the result.
+        """Exercise what `rank` runs in a fresh process on its device; see `exercise.exercise` for the result.
 
         Args:
-            rank: of the device.
+            rank: of the first node.
             compile_environment: of `location.prepare`.
             hold: of the cache folder, which the process holds as long as it lives.
 
@@ -63,7 +63,7 @@ class WarmUp:
         with tempfile.TemporaryDirectory(prefix="draftflow-") as folder:
             result = Path(folder) / "result.json"
             command = [sys.executable, "-m", "draftflow.compile_cache.exercise"]
-            command += ["--settings", json.dumps(self.settings), "--world-size", str(devices.count)]
+            command += ["--settings", json.dumps(self.settings), "--rank", str(rank)]
             for name, path in [("fingerprint", self.fingerprint), ("target", self.target)]:
                 command += [f"--{name}", str(path)]
             start = time.perf_counter()
@@ -82,13 +82,13 @@ class WarmUp:
         if "refusal" in found:
             raise DraftflowError(**found["refusal"])
         if done.returncode or not found:
-            raise _failed(f"{devices.kind}:{devices.ids[rank]}", done)
+            raise _failed(devices.name(rank), done)
         return {"process_seconds": round(seconds, 3), **found}
 
     def prove(
         self, rank: int, compile_environment: dict[str, str], folder: Path, hold: location.Hold
     ) -> dict[str, Any]:
-        """Exercise the step once more, in a fresh process on the device of `rank`, which must find everything.
+        """Exercise it once more, in a fresh process on the device of `rank`, which must find everything.
 
         Raises:
             DraftflowError: it missed something, or the process failed.
@@ -262,23 +262,25 @@ def _found(folder: Path) -> dict[str, Any]:
 def _walk(
     work: WarmUp, environment: dict[str, str], record: Record, hold: location.Hold, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """One device after the other."""
+    """One device after the other, first those that train."""
     devices = work.devices
-    for rank, device in enumerate(devices.ids):
-        name = f"{devices.kind}:{device}" if devices.kind == "cuda" else "cpu"
-        say(f"{name}: compiling the step" if rank == 0 else f"{name}: loading, or compiling for another kind of device")
-        with record.part(name):
+    for rank in range(devices.per_node):
+        name, role = devices.name(rank), devices.role(rank) if devices.split else None
+        begins = rank in (0, devices.count)
+        what = "the target's layers" if role == "target" else "the step"
+        say(f"{name}: compiling {what}" if begins else f"{name}: loading, or compiling for another kind of device")
+        with record.part(f"{name}, target" if role == "target" else name):
             found = work.on(rank, environment, hold)
         cold = found["caches"]["fx_graph"]["misses"] > 0
         say(f"{name}: {'cold' if cold else 'warm'}, {found['first_pass_seconds']:.1f} s, {_hits(found)}")
-        yield {"device": name, "cold": cold, "size_bytes": location.size_bytes(folder), **found}
+        yield {"device": name, "role": role, "cold": cold, "size_bytes": location.size_bytes(folder), **found}
         if devices.kind == "cpu":
             return  # processes on CPUs are all alike
 
 
 def _one_of_each(devices: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Ranks of the first devices of each kind among those that were walked."""
-    kinds = [device["kind"] for device in devices]
+    """Ranks of the first devices of each kind, and of each role, among those that were walked."""
+    kinds = [(device["kind"], device.get("role")) for device in devices]
     return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
 
 

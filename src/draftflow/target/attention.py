@@ -123,7 +123,7 @@ def _on_gpu(
     scale: float,
     window: int,
 ) -> Tensor:
-    if not _flash_serves(query.dtype, query.shape[-1], query.device.index):
+    if not flash_serves(query.dtype, query.shape[-1], query.device.index):
         groups = query.shape[1] // key.shape[1]  # of the fp32 kernels none takes groups of heads; SDPA would run dense
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         return _by_document(query, key, value, bounds, host_bounds, longest, scale, window)
@@ -147,7 +147,8 @@ def _on_gpu(
 
 
 @lru_cache(maxsize=8)
-def _flash_serves(dtype: torch.dtype, head_dim: int, device: int) -> bool:
+def flash_serves(dtype: torch.dtype, head_dim: int, device: int) -> bool:
+    """Whether the variable-length FlashAttention kernel takes this; `device` is the number of a GPU."""
     return (
         dtype in (torch.bfloat16, torch.float16)
         and head_dim % 8 == 0

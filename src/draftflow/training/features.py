@@ -19,6 +19,11 @@ TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 4096}
 MOST_OF_GPU = 0.25
 
 
+def rows_at_once(plan: Plan) -> int:
+    """Rows that the target works on at a time."""
+    return max(1, min(plan.rows, TOKENS_AT_ONCE[plan.device_kind] // plan.row_length))
+
+
 def row_shape(plan: Plan) -> tuple[int, int]:
     """Shape of the features of a row, [S, taps * H]."""
     return plan.row_length, len(plan.feature_layers) * plan.drafter["hidden_size"]
@@ -27,6 +32,10 @@ def row_shape(plan: Plan) -> tuple[int, int]:
 def fits_beside_step(plan: Plan, size: int, free: int) -> bool:
     """Whether features of `size` bytes leave a GPU room for the step, which is not yet there when `free` are free."""
     return size <= min(MOST_OF_GPU * free, free - step_bound(plan, 0)["total"])
+
+
+Extractor = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Features of token ids, document ids (on the host) and positions, each [B, S]; they stand until the next call."""
 
 
 class Source(Protocol):
@@ -64,7 +73,7 @@ class Colocated:
     groups of a fixed number of rows, whatever is remembered, since another shape may round differently.
 
     Args:
-        extractor: `target.features.FeatureExtractor`, on `device`.
+        extractor: `target.features.FeatureExtractor` on `device`, or one that is replayed.
         plan: shapes.
         rows: number of rows of each split.
         limit_gb: memory for features, in 10^9 bytes: of a GPU where there is room beside the step, or else of the host.
@@ -77,7 +86,7 @@ class Colocated:
 
     def __init__(
         self,
-        extractor: Callable[[Tensor, Tensor, Tensor], Tensor],
+        extractor: Extractor,
         plan: Plan,
         rows: Mapping[str, int],
         limit_gb: float,
@@ -85,7 +94,7 @@ class Colocated:
     ):
         self.extractor, self.device = extractor, device
         self.hits = self.misses = 0
-        self._group = max(1, min(plan.rows, TOKENS_AT_ONCE[device.type] // plan.row_length))
+        self._group = rows_at_once(plan)
         self._dtype = getattr(torch, plan.precision)
         self._row = row_shape(plan)
         row_bytes = self._row[0] * self._row[1] * self._dtype.itemsize

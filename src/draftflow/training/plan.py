@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ class Plan:
         drafter: the fields of the drafter's shape.
         loss, optimizer: as in the configuration; they have kernels of their own.
         float8: whether the drafter's linear layers multiply in float8; all else is as `precision` says.
+        target: of a target whose layers are compiled, on GPUs, what its graph depends on.
     """
 
     device_kind: Literal["cpu", "cuda"]
@@ -58,6 +60,7 @@ class Plan:
     loss: Literal["decay", "dpace", "kl"] = "decay"
     optimizer: Literal["adamw", "muon"] = "adamw"
     float8: bool = False
+    target: dict[str, Any] = field(default_factory=dict)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -169,7 +172,15 @@ def plan_of_run(
     """The drafter's shape and the plan, from a stage's settings and the folder of the prepared target."""
     description = json.loads((target / "target.json").read_text(encoding="utf-8"))
     shape = DrafterShape.from_target(description, settings["drafter"])
-    return shape, make_plan(asdict(shape), settings, device_kind, world_size)
+    plan = make_plan(asdict(shape), settings, device_kind, world_size)
+    return shape, replace(plan, target=compiled_target(description)) if device_kind == "cuda" else plan
+
+
+def compiled_target(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What the graph of a target's layer depends on beside rows and precision, from `target.json`."""
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    code = {"transformers": metadata.version("transformers")}
+    return {name: description[name] for name in ("architecture", "hidden_size", *sizes)} | code
 
 
 def plan_id(plan: Plan) -> str:

@@ -149,8 +149,14 @@ def _work(
         connect(schedule, rank, wire)
         if devices.role(rank) == "target":
             _, source = load_source(plan, rows, job.target, cache_gb, device)
+
+            def began() -> None:
+                stepped()
+                guard.seal()
+
             with forbid_dense():
-                waited = serve(schedule, rank, source, batches, device, wire, lambda: stop.asked, stepped)
+                waited = serve(schedule, rank, source, batches, device, wire, lambda: stop.asked, began)
+            guard.check()
             write_json(exchange / f"{rank}.waited", waited)
             dist.destroy_process_group()
             return None
