@@ -92,6 +92,8 @@ class Run:
 
     def do(self, what: str, done: Callable[[], bool], *commands: Sequence[str], cache: Path | None = None) -> bool:
         """Run commands side by side unless it is `done`; whether it is done then."""
+        if what in self.left_out:
+            self.left_out.remove(what)
         if done():
             return True
         if self.left() < LEAST:
@@ -234,7 +236,10 @@ def write_prompts(run: Run, output: Path) -> None:
 
 
 def train_all(run: Run, variants: Sequence[str]) -> None:
-    """The first step of each variant with an empty cache, then its run, whose first step finds the cache warm."""
+    """The first step of each variant with an empty cache, then its run, whose first step finds the cache warm.
+
+    What it kept is measured before the next one trains: where the time is short, a few variants are whole.
+    """
     for variant in variants:
         folder, cache = run.output / "runs" / variant, run.output / "cache" / variant
         named, trained = ("--variant", variant, "--started"), partial(is_trained, run, variant)
@@ -244,6 +249,7 @@ def train_all(run: Run, variants: Sequence[str]) -> None:
             run.do(f"{variant}: first step", first.is_file, run.trial("first", *named, str(time.time())), cache=cache)
         started = str(time.time())
         run.do(f"{variant}: training", trained, run.trial("train", *named, started), cache=cache)
+        replay_all(run)
 
 
 def is_trained(run: Run, variant: str) -> bool:
@@ -259,15 +265,25 @@ def read_run(output: Path, variant: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"marks": []}
 
 
+def kept_weights(run: Run) -> list[tuple[str, float]]:
+    """Variants and seconds of all weights that were kept."""
+    return [(v, entry["mark"]) for v in run.settings["variants"] for entry in read_run(run.output, v)["marks"]]
+
+
+def replay_all(run: Run) -> None:
+    """Acceptance of all that was kept, on all prompts, from the target's texts."""
+    replayed = [run.output / "replay" / variant / f"{mark:g}.json" for variant, mark in kept_weights(run)]
+    cache = run.output / "cache" / "replay"
+    run.do("replay", lambda: all(path.is_file() for path in replayed), run.trial("replay"), cache=cache)
+
+
 def measure_all(run: Run) -> None:
-    """Acceptance of all that was kept, first on all prompts from the target's texts, then by z-lab's generator."""
+    """Of what was kept, what generators find that decode with it."""
     output, settings = run.output, run.settings
-    kept = [(v, entry["mark"]) for v in settings["variants"] for entry in read_run(output, v)["marks"]]
+    kept = kept_weights(run)
     if not kept:
         return
-    replayed = [output / "replay" / variant / f"{mark:g}.json" for variant, mark in kept]
-    cache = output / "cache" / "replay"
-    run.do("replay", lambda: all(path.is_file() for path in replayed), run.trial("replay"), cache=cache)
+    replay_all(run)
     # by generators, which take longer than the replay: the chosen ones
     speeds = [
         output / "speed" / f"{variant}.json" for variant, mark in dict(kept).items() if mark in settings["generate_at"]

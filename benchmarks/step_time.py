@@ -12,6 +12,8 @@ and the tables of several runs are made from what they wrote:
 
     uv run python benchmarks/step_time.py --read step_time.json --read other.json --write docs/step.md
 
+`--read-profiles` takes of a run what its kernels were, and no times.
+
 Shapes are smollm2, qwen3-4b, qwen3-8b, qwen3-32b, and tiny, which a CPU can do. The measuring is in
 step_time_trials.py, the trainers are in trainers.py.
 """
@@ -217,6 +219,7 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="kernels and waits of a step, too")
     parser.add_argument("--torch", default=TORCH, help="of the environment that is installed where there is none")
     parser.add_argument("--read", type=Path, action="append", help="make the tables of this JSON; may be repeated")
+    parser.add_argument("--read-profiles", type=Path, action="append", default=[], help="of this JSON; may be repeated")
     parser.add_argument("--write", type=Path, help="the document that holds the tables")
     return parser.parse_args(line)
 
@@ -226,6 +229,7 @@ def main() -> None:
     arguments = parse()
     if arguments.read:
         results = [read(path) for path in arguments.read]
+        results += [{**read(path), "cases": [], "sweeps": [], "skipped": []} for path in arguments.read_profiles]
     elif importlib.util.find_spec("torch") is None:
         in_environment(arguments)
         return

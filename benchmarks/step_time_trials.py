@@ -25,7 +25,7 @@ import peers
 import torch
 import transformers
 from targets import SHAPES, random_target
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -103,10 +103,22 @@ class Budget:
         return reason
 
 
+def forget_hidden_states(decoder: nn.Module) -> None:
+    """Take away the hooks that transformers leaves on a model once it was asked for hidden states.
+
+    A compiled layer cannot hold them.
+    """
+    for module in decoder.modules():
+        module._forward_hooks.clear()
+    decoder._output_capturing_hooks_installed = False  # type: ignore[assignment]
+
+
 def release_memory() -> None:
     """Give the device what nothing holds any more."""
     gc.collect()
     if torch.cuda.is_available():
+        # of a stream that a graph was recorded on the product's workspace stays, and would count as the next one's
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         torch.cuda.empty_cache()
 
 
@@ -320,6 +332,7 @@ class Measurement:
         @torch.no_grad()
         def plain() -> None:
             decoder(sample.input_ids, position_ids=sample.position_ids, output_hidden_states=True, use_cache=False)
+            forget_hidden_states(decoder)
 
         found = self.facts["target"] = {}
         works: dict[str, Callable[[], Any]] = {"draftflow": lambda: source(sample.batch), "transformers": plain}

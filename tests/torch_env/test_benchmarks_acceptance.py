@@ -38,6 +38,7 @@ def test_tiny_run_trains_measures_and_goes_on(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(acceptance_trials.Job, "late", lambda job: (job.output / "runs/draftflow/at-0.5").is_dir())
         patched.setattr(acceptance, "measure_all", lambda run: None)
+        patched.setattr(acceptance, "replay_all", lambda run: None)
         found = call(tmp_path, *peers, "--variant", "draftflow")
     assert [entry["mark"] for entry in found["variants"]["draftflow"]["marks"]] == [0.5]
     assert found["left_out"] == ["draftflow: training"]

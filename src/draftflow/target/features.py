@@ -3,7 +3,9 @@
 The target runs only as far as the last tapped layer, without logits, without a cache and without a mask. A slow
 reference is `output_hidden_states` of the whole model on each document alone (tests/torch_env/test_target_features.py).
 
-On GPUs its layers are compiled, which fuses what lies between the matrix products: H200_FIGURES
+On GPUs its layers are compiled, which fuses what lies between the matrix products. On an H200, in bf16, a row of 3072
+tokens through eleven layers of Qwen3-8B's shape takes 24.6 ms, layer by layer as they are 32.0; of Qwen3-4B's 13.0 and
+19.6.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """The target's forward as one CUDA graph, for targets whose layers are launched more slowly than computed.
 
-A layer of a small target is a dozen kernels of microseconds each, and Python starts one after the other: on the host of
-an H200 half a millisecond a layer, of which SmolLM2's kernels take a fifth. Recorded are the kernels that would run
-anyway, with room for a number of documents; those that are not there are empty. The numbers are the same.
+A layer of a small target is a dozen kernels of microseconds each, and Python starts one after the other. Twenty-nine
+layers of SmolLM2's shape, compiled, took 17.6 ms for 4096 tokens on an H200, whose kernels take 3.4 of them. Recorded
+are the kernels that would run anyway, with room for a number of documents; those that are not there are empty. The
+numbers are the same.
 """
 
 import torch
