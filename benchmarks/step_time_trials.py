@@ -47,7 +47,8 @@ from draftflow.training.process import extractor_of
 SWEEP_ANCHORS = (64, 128, 256, 512, 1024)
 SWEEP_ROWS = (1024, 2048, 4096, 8192)
 SAMPLES = 4  # draws of anchors that a measurement goes through
-KEPT_FOR_THE_REST = 60.0  # seconds that no trainer alone may take from those that run beside it
+# Seconds that no trainer alone may take from those that run beside it, and the share of all that they are at most
+KEPT_FOR_THE_REST, KEPT_SHARE = 60.0, 0.3
 MATRIX = {"cuda": 8192, "cpu": 512}
 # What the host waits in, as torch's profiler names it.
 SYNCS = (
@@ -77,6 +78,11 @@ class Budget:
 
     def left(self) -> float:
         return self.start + self.seconds - time.monotonic()
+
+    @property
+    def for_the_rest(self) -> float:
+        """What no trainer alone may take."""
+        return min(KEPT_FOR_THE_REST, KEPT_SHARE * self.seconds)
 
     def attempt(self, what: str, work: Callable[[], None], keep: float = 0.0) -> str | None:
         """Do `work`, at most until `keep` seconds before the end; returns why it failed, None if it did not."""
@@ -364,7 +370,7 @@ class Measurement:
             trainer.restore()
 
         say(f"{self.what}: {kind.name}")
-        built = self.budget.attempt(f"{self.what}: {kind.name}", build, KEPT_FOR_THE_REST)
+        built = self.budget.attempt(f"{self.what}: {kind.name}", build, self.budget.for_the_rest)
         if not made:
             self.facts["trainers"][kind.name] = {"error": built}
         works, reason = [], None
@@ -389,7 +395,7 @@ class Measurement:
         self, contestant: Contestant, measure: Callable[[Contestant, dict[str, Any]], None], found: dict[str, Any]
     ) -> str | None:
         what = f"{self.what}: {contestant.name}"
-        return self.budget.attempt(what, lambda: measure(contestant, found), KEPT_FOR_THE_REST)
+        return self.budget.attempt(what, lambda: measure(contestant, found), self.budget.for_the_rest)
 
     def _first_calls(self, contestant: Contestant, found: dict[str, Any]) -> None:
         start, hits = time.perf_counter(), counters["inductor"]["fxgraph_cache_hit"]

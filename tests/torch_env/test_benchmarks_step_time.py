@@ -239,6 +239,8 @@ def test_work_is_stopped_at_the_end_of_the_time():
     assert time.monotonic() - start < 30
     assert budget.skipped == ["a compile"]
     assert Budget(60.0).attempt("quick", lambda: None) is None
+    # little time is shared as well
+    assert (Budget(20.0).for_the_rest, Budget(600.0).for_the_rest) == (6.0, 60.0)
     assert Budget(60.0).attempt("wrong", lambda: 1 / 0) == "ZeroDivisionError: division by zero"
 
 
