@@ -152,6 +152,7 @@ def _work(
 
             def began() -> None:
                 stepped()
+                guard.check(files=True)
                 guard.seal()
 
             with forbid_dense():
