@@ -285,9 +285,8 @@ def measure_all(run: Run) -> None:
         return
     replay_all(run)
     # by generators, which take longer than the replay: the chosen ones
-    speeds = [
-        output / "speed" / f"{variant}.json" for variant, mark in dict(kept).items() if mark in settings["generate_at"]
-    ]
+    chosen = dict(entry for entry in kept if entry[1] in settings["generate_at"])
+    speeds = [output / "speed" / f"{variant}.json" for variant in chosen]
     run.do("speed", lambda: all(path.is_file() for path in speeds), run.trial("speed"))
     workers = settings["workers"]
     parts = [

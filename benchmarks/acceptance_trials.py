@@ -674,10 +674,11 @@ def speed(job: Job) -> None:
     texts = json.loads((job.output / "texts.json").read_text(encoding="utf-8"))[:SPEED_PROMPTS]
     target = load_target(job.target, job.device, job.dtype)
     new_tokens, stops = job.settings["new_tokens"], target.eos_token_ids
-    last = {variant: (mark, folder) for variant, mark, folder in snapshots(job)}
+    chosen = job.settings["generate_at"]
+    last = {variant: (mark, folder) for variant, mark, folder in snapshots(job) if mark in chosen}
     for variant, (mark, folder) in last.items():
         output = job.output / "speed" / f"{variant}.json"
-        if (_read(output) or {}).get("mark") == mark or mark not in job.settings["generate_at"]:
+        if (_read(output) or {}).get("mark") == mark:
             continue
         if job.late():
             return

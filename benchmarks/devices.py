@@ -227,7 +227,7 @@ def warm_up(work: Work, environment: str, settings: Mapping[str, Any]) -> list[d
         for device in warm["devices"]:
             caches = device["caches"].values()
             counts = {name: sum(cache[name] for cache in caches) for name in ("hits", "misses")}
-            kept = {name: device[name] for name in ("device", "cold", "first_pass_seconds")}
+            kept = {name: device.get(name) for name in ("device", "role", "cold", "first_pass_seconds")}
             found.append({**kept, **counts})
     return found
 
@@ -441,7 +441,8 @@ def warm_table(shapes: Mapping[str, Any]) -> Table:
             for device in run["warm_up"]:
                 state = "cold" if device["cold"] else "warm"
                 seconds, counts = f"{device['first_pass_seconds']:.1f}", [f"{device[n]}" for n in ("hits", "misses")]
-                rows.append([shape, _topology(run), device["device"], state, seconds, *counts])
+                name = ", ".join(filter(None, (device["device"], device.get("role"))))
+                rows.append([shape, _topology(run), name, state, seconds, *counts])
     return ["shape", "devices", "device", "cache", "first pass, s", "hits", "misses"], rows
 
 

@@ -219,7 +219,7 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="kernels and waits of a step, too")
     parser.add_argument("--torch", default=TORCH, help="of the environment that is installed where there is none")
     parser.add_argument("--read", type=Path, action="append", help="make the tables of this JSON; may be repeated")
-    parser.add_argument("--read-profiles", type=Path, action="append", default=[], help="of this JSON; may be repeated")
+    parser.add_argument("--read-profiles", type=Path, action="append", help="of this JSON; may be repeated")
     parser.add_argument("--write", type=Path, help="the document that holds the tables")
     return parser.parse_args(line)
 
@@ -227,9 +227,9 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print the tables, and write them where one asks for it."""
     arguments = parse()
-    if arguments.read:
-        results = [read(path) for path in arguments.read]
-        results += [{**read(path), "cases": [], "sweeps": [], "skipped": []} for path in arguments.read_profiles]
+    if arguments.read or arguments.read_profiles:
+        results = [read(path) for path in arguments.read or []]
+        results += [{**read(path), "cases": [], "sweeps": [], "skipped": []} for path in arguments.read_profiles or []]
     elif importlib.util.find_spec("torch") is None:
         in_environment(arguments)
         return

@@ -112,6 +112,14 @@ def test_training_of_which_one_process_compiled_nothing_fails():
     assert check.passed is False
 
 
+def test_what_a_target_rank_compiled_counts_as_well():
+    trained = {**guarded(), "target_guard": [counted(fx_graph_hits=0, compiles_after_warmup=2)]}
+    surprises, hits = compile_checks(trained, warmed("cpu"), "error")
+    assert (surprises.passed, surprises.figure) == (False, 2)
+    assert hits.passed  # on CPUs the target is not compiled
+    assert compile_checks(trained, warmed("cuda", FUSED), "error")[1].passed is False
+
+
 def test_a_surprise_is_only_a_warning_where_the_configuration_says_so():
     check = compile_checks(guarded(counted(fx_graph_misses=1)), warmed("cpu"), "warn")[0]
     assert check.passed is True

@@ -22,6 +22,8 @@ from safetensors.numpy import load_file, save_file
 from tiny import make_target
 from training_cases import Stage, make_case, make_loop, make_settings, read_metrics, train_as_rank
 
+from draftflow.compile_cache.guard import Guard
+from draftflow.errors import DraftflowError
 from draftflow.training.checkpoint import latest
 from draftflow.training.data import read_rows
 from draftflow.training.devices import Devices
@@ -29,7 +31,7 @@ from draftflow.training.loop import Loop, Stop
 from draftflow.training.plan import plan_of_run
 from draftflow.training.process import load_source, make_batches, use_device
 from draftflow.training.stream import Schedule, Streamed, connect, serve
-from draftflow.training.worker import hyperparameters
+from draftflow.training.worker import hyperparameters, watched
 
 CPU = torch.device("cpu")
 
@@ -126,8 +128,9 @@ def as_rank(rank, drafters, targets, case, folder, training, change):
     else:
         cache_gb = settings["training"]["feature_cache_gb"]
         _, source = load_source(plan, rows, case["target"], cache_gb, use_device(plan))
-        source = change(rank, source, stop)
-        facts = {"waited": serve(schedule, rank, source, batches, CPU, CPU, lambda: stop.asked, lambda: None)}
+        source, served = change(rank, source, stop), []
+        facts = {"waited": serve(schedule, rank, source, batches, CPU, CPU, lambda: stop.asked, served.append)}
+        assert served == list(range(1, len(served) + 1))
     (folder / f"{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
 
@@ -339,7 +342,24 @@ def test_the_stage_stops_and_goes_on_and_records_who_did_what_and_who_waited(sta
     assert len(record["guard"]) == 2 * 2  # of those that train, before and after the stop
     assert {guard["fx_graph_hits"] for guard in record["guard"]} == {3}
     assert {guard["fx_graph_misses"] + guard["compiles_after_warmup"] for guard in record["guard"]} == {0}
+    (target,) = record["target_guard"]  # since the stop; on the CPU it compiles nothing
+    assert (target["compiles"], target["fx_graph_hits"], target["compiles_after_warmup"]) == (0, 0, 0)
     assert record["feature_cache"]["hits"] > record["feature_cache"]["misses"] > 0
+
+
+def test_a_target_rank_that_compiles_after_its_first_batch_ends_there():
+    torch._dynamo.reset()
+    guard, begun = Guard("error", warm=False), []
+    served = watched(guard, lambda: begun.append(True))
+    compiled = torch.compile(lambda x: x + 1, dynamic=False, backend="eager")
+    for count in (1, 2):
+        compiled(torch.zeros(2))
+        served(count)
+    compiled(torch.zeros(3))
+    with pytest.raises(DraftflowError, match="1 graphs compiled after every shape had been seen"):
+        served(3)
+    guard.close()
+    assert begun == [True]
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
+import json
+
 import pytest
 
 from draftflow.errors import DraftflowError
-from draftflow.training.plan import check_precision, make_plan, plan_differences, plan_id
+from draftflow.training import plan as plans
+from draftflow.training.plan import check_precision, make_plan, plan_differences, plan_id, plan_of_run
+from draftflow.training.train import run_digest
 
 SHAPE = {"block_size": 8, "vocab_size": 49152, "target_layer_ids": (1, 7)}
 SETTINGS = {"row_length": 256, "rows_per_step": 8, "anchors_per_row": 32, "precision": "auto"}
@@ -74,3 +78,48 @@ def test_differences_name_field_and_values():
     assert plan_differences(before, now) == ["row_length 256 -> 512"]
     changed = {**now, "drafter": {**now["drafter"], "block_size": 16}}
     assert "drafter.block_size 8 -> 16" in plan_differences(before, changed)
+
+
+TARGET = {
+    "architecture": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    "max_position_embeddings": 512,
+    "vocab_size": 1000,
+    "bos_token_id": 1,
+    "eos_token_ids": [2],
+    "mask_token_id_auto": 3,
+}
+DRAFTER = {"layers": 2, "block_size": 8, "taps": 2, "target_layers": None, "mask_token": "auto"}
+
+
+def of_run(folder, monkeypatch, kind, version="5.17.0", **changes):
+    """Plan and digest of a run on `kind`, with a target that is changed."""
+    monkeypatch.setattr(plans.metadata, "version", lambda name: version)
+    (folder / "target.json").write_text(json.dumps({**TARGET, **changes}))
+    (folder / "rows").write_text("")
+    settings = {**SETTINGS, "drafter": DRAFTER, "devices": {"kind": kind}, "training": {}}
+    return plan_of_run(settings, folder, kind, 1)[1], run_digest(settings, folder / "rows", folder)
+
+
+def test_what_is_compiled_of_a_target_is_in_the_plan_of_a_gpu(tmp_path, monkeypatch):
+    found = of_run(tmp_path, monkeypatch, "cuda")[0]
+    others = [
+        of_run(tmp_path, monkeypatch, "cuda", **change)[0]
+        for change in ({"version": "5.18.0"}, {"architecture": "qwen3"}, {"rms_norm_eps": 1e-6})
+    ]
+    assert len({plan_id(each) for each in [found, *others]}) == 4
+    assert of_run(tmp_path, monkeypatch, "cuda", source="another", sha256="0")[0] == found
+    assert of_run(tmp_path, monkeypatch, "cpu")[0].target == {}
+
+
+def test_another_version_of_the_target_s_code_is_no_other_run(tmp_path, monkeypatch):
+    digests = {of_run(tmp_path, monkeypatch, "cuda", version)[1] for version in ("5.17.0", "5.18.0")}
+    assert len(digests) == 1
+    assert of_run(tmp_path, monkeypatch, "cuda", architecture="qwen3")[1] not in digests

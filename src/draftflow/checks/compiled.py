@@ -30,10 +30,13 @@ def compile_checks(trained: dict[str, Any], warmed: dict[str, Any], mode: str) -
         warmed: `warm.json`.
         mode: `checks.compile`: `warn` lets a failure pass, with a warning.
     """
-    ranks = trained["guard"]
+    targets = trained.get("target_guard") or []
+    ranks = [*trained["guard"], *targets]
+    on_gpus = warmed["holds"]["plan"]["device_kind"] == "cuda"
     total = {name: sum(counts[name] for counts in ranks) for name in SURPRISES}
     reasons = [reason for counts in ranks for reason in counts["reasons"]]
-    hits = min(counts["fx_graph_hits"] for counts in ranks)
+    # on CPUs the target is not compiled
+    hits = min(counts["fx_graph_hits"] for counts in (ranks if on_gpus else trained["guard"]))
     checks = [
         _surprises(
             "compile_surprises",
@@ -50,7 +53,7 @@ def compile_checks(trained: dict[str, Any], warmed: dict[str, Any], mode: str) -
             "guard in train.json, and TORCH variables of the environment",
         ),
     ]
-    if warmed["holds"]["plan"]["device_kind"] == "cuda":
+    if on_gpus:
         checks += [fused_check(warmed["proof"]["kernels"]), memory_check(warmed["memory"])]
     return [_only_warn(check, mode) for check in checks]
 

@@ -41,7 +41,11 @@ def tap_error(
 
 
 def features_check(error: float) -> Check:
-    """The features that training used are right; `error` is from `tap_error`."""
+    """The features that training used are right; `error` is from `tap_error`.
+
+    They are looked at in fp32 and layer by layer. On GPUs training has the same layers compiled, in its own precision,
+    and perhaps replayed; that this is the same is for the tests on a GPU (tests/gpu/test_target_forward.py).
+    """
     return Check(
         "taps_features",
         error <= LIMIT,

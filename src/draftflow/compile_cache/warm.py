@@ -1,10 +1,11 @@
 """Stage: compile the step once per device, one device after the other, and prove that a fresh process finds it.
 
-Compiling happens here and nowhere else. Every device runs the very step of training, in all shapes of the plan, in a
-process of its own that sees no other device. The cache folder is named by its key (see key.py) and is alone in hand
-while it is filled. What is in it from an earlier warm-up is kept if it is whole and a fresh start is not asked for; a
-bundle that was warmed elsewhere can be the beginning. The devices of one node may be of several kinds: the key then
-names all of them, and one of each is proved. Nodes of several kinds have a warm-up each (see kinds.py).
+Compiling happens here and nowhere else. Every device runs what it runs in training, in all shapes of the plan, in a
+process of its own that sees no other device: the step, with the target's forward or without, or that forward alone. The
+cache folder is named by its key (see key.py) and is alone in hand while it is filled. What is in it from an earlier
+warm-up is kept if it is whole and a fresh start is not asked for; a bundle that was warmed elsewhere can be the
+beginning. The devices of one node may be of several kinds: the key then names all of them, and one of each is proved,
+and of each role. Nodes of several kinds have a warm-up each (see kinds.py).
 No torch in this process.
 """
 
@@ -170,7 +171,8 @@ def warm(work: WarmUp, cache: Path, fresh: bool, record: Record, start_from: Pat
 
 @contextmanager
 def in_use(work: WarmUp, warm_record: Path, held: Mapping[str, Any], record: Record) -> Iterator[CacheInUse]:
-    """The warm cache for what `held` says, verified and in hand; what is damaged is compiled anew, in one process.
+    """The warm cache for what `held` says, verified and in hand; what is damaged is compiled anew, by one process after
+    the other.
 
     The folder is held alone until it is verified, and from then on with other readers.
 

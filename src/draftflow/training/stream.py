@@ -236,7 +236,7 @@ def serve(
     device: torch.device,
     wire: torch.device,
     asked: Callable[[], bool],
-    on_first: Callable[[], None],
+    after_batch: Callable[[int], None],
 ) -> float:
     """What a target rank does: compute and send, batch after batch, until there are no more tickets.
 
@@ -248,7 +248,7 @@ def serve(
         device: where the target runs.
         wire: where features are sent from: `device`, or the host.
         asked: whether this process was asked to stop; the drafters are told, and decide after which step.
-        on_first: called after the first batch.
+        after_batch: called after each batch, with how many there were.
 
     Returns:
         Seconds that the device waited for room on a drafter.
@@ -270,8 +270,7 @@ def serve(
         facts = [int(asked()), source.hits, source.misses, int(split == HELD_OUT), *batch.indices]
         header = dist.isend(torch.tensor(facts), drafter, tag=HEADER)
         sending.append([header, dist.isend(features, drafter, tag=FEATURES)])
-        if served == 0:
-            on_first()
+        after_batch(served + 1)
     for works in sending:
         _wait(works)
     for drafter in set(range(schedule.drafters)) - ended:

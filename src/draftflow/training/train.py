@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def run_digest(settings: dict[str, Any], rows: Path, target: Path) -> str:
     training = {name: value for name, value in settings["training"].items() if name not in whenever}
     description = json.loads((target / "target.json").read_text(encoding="utf-8"))
     code = sources.digest("draftflow.training.worker")
-    facts = [vars(shape), vars(plan), training, sha256(rows), description, code]
+    # of the target's code only the compiled form depends on more than its description
+    facts = [vars(shape), vars(replace(plan, target={})), training, sha256(rows), description, code]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -76,7 +78,7 @@ def train(
     record["seconds_to_first_step"] = round(outcome["first_step_at"] - started, 3)
     record.seconds["first_step"] = outcome["first_step_at"] - outcome["ready_at"]
     record.seconds["training"] = time.time() - outcome["first_step_at"]
-    record["waited_seconds"] = outcome["waited_seconds"]
+    record["waited_seconds"], record["target_guard"] = outcome["waited_seconds"], outcome["target_guard"]
     if not outcome["finished"]:
         say(f"stopped after step {outcome['step']}; resume by running the same command")
         raise SystemExit(STOPPED)
@@ -118,7 +120,8 @@ def _run(
     stopping = any(ending.stopping for ending in endings)
     ended = len(endings) == devices.nodes and not any(ending.status for ending in endings)
     if first is not None and first.outcome is not None and (ended or stopping):
-        return {**first.outcome, "waited_seconds": _waited(exchange, devices)}
+        told = {"waited_seconds": _waited(exchange, devices), "target_guard": _target_guards(exchange, devices)}
+        return {**first.outcome, **told}
     raise _failure(nodes, devices, stopping)
 
 
@@ -131,6 +134,12 @@ def _waited(exchange: Path, devices: Devices) -> dict[str, list[float]] | None:
     for rank, file in enumerate(files):
         seconds[devices.role(rank)].append(round(json.loads(file.read_text(encoding="utf-8")), 3))
     return seconds
+
+
+def _target_guards(exchange: Path, devices: Devices) -> list[dict[str, Any]]:
+    """What the guards of those target ranks counted that came to their end."""
+    files = [exchange / f"{rank}.guard" for rank in range(devices.processes)]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
 
 
 def _failure(nodes: Nodes, devices: Devices, stopping: bool) -> BaseException:

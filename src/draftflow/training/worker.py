@@ -5,6 +5,7 @@ It is given a job (what the launcher wrote) and an exchange folder, into which i
     <rank>.pid       once a signal makes it stop in an orderly way
     <rank>.stepped   after the first step, of a target the first batch: nothing more is read from the compile cache
     <rank>.waited    at the end, in the split topology: seconds of waiting for the other role
+    <rank>.guard     at the end, of a target: what its guard counted
     <rank>.error     a refusal (JSON: what, remedy, where) or a traceback; the launcher shows it
     outcome.json     from rank 0: how far it came, and the facts for the record
     meeting          from rank 0, with several nodes: where the ranks meet
@@ -17,15 +18,19 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftflow.compile_cache.kinds import Kind, kind_of_this_process, read_kind
 from draftflow.stage import as_refusal, say, write_json, write_text
 from draftflow.training.devices import Devices, from_settings, process_environment
 from draftflow.training.exchange import Notes
+
+if TYPE_CHECKING:
+    from draftflow.compile_cache.guard import Guard
 
 # A rank may wait for another that loads a large target, or writes a checkpoint to a slow disk; one that died is noticed
 # by its connection and by torchrun.
@@ -149,15 +154,10 @@ def _work(
         connect(schedule, rank, wire)
         if devices.role(rank) == "target":
             _, source = load_source(plan, rows, job.target, cache_gb, device)
-
-            def began() -> None:
-                stepped()
-                guard.check(files=True)
-                guard.seal()
-
+            served = watched(guard, stepped)
             with forbid_dense():
-                waited = serve(schedule, rank, source, batches, device, wire, lambda: stop.asked, began)
-            guard.check()
+                waited = serve(schedule, rank, source, batches, device, wire, lambda: stop.asked, served)
+            write_json(exchange / f"{rank}.guard", guard.counts())
             write_json(exchange / f"{rank}.waited", waited)
             dist.destroy_process_group()
             return None
@@ -207,6 +207,18 @@ def _work(
         "ready_at": ready,
         "first_step_at": loop.first_step_at,
     }
+
+
+def watched(guard: "Guard", on_first: Callable[[], None]) -> Callable[[int], None]:
+    """What a target rank does after each batch, of which it is told the number; after the first nothing may compile."""
+
+    def served(count: int) -> None:
+        if count == 1:
+            on_first()
+            guard.seal()
+        guard.check(files=count == 1)
+
+    return served
 
 
 def _meeting(devices: Devices, rank: int, exchange: Path, address: str) -> dict[str, Any]:
