@@ -1,6 +1,7 @@
 """The benchmark of the step: its arithmetic against what torch counts, a tiny run, and what becomes of failures."""
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -310,6 +311,16 @@ def test_results_that_are_not_there_or_of_something_else_are_refused(tmp_path):
     for name in ("warm.json", "missing.json"):
         with pytest.raises(DraftflowError, match="not what the benchmark writes"):
             step_time.read(tmp_path / name)
+
+
+def test_of_a_run_the_profiles_alone_can_be_shown(monkeypatch, capsys):
+    measured = Path(__file__).parents[2] / "docs" / "measured" / "profile-smollm2-h200.json"
+    for option, shows_times in (("--read", True), ("--read-profiles", False)):
+        monkeypatch.setattr(sys, "argv", ["step_time.py", option, str(measured)])
+        step_time.main()
+        said = capsys.readouterr().out
+        assert ("| forward + backward, ms |" in said) == shows_times
+        assert "### Profile: smollm2" in said
 
 
 def test_a_document_without_a_place_for_the_tables_is_refused(tmp_path):
