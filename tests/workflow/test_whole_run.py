@@ -199,7 +199,7 @@ def test_one_device_and_several_are_measured_by_the_workflow_itself(tiny):
     page.write_text("<!-- tables of benchmarks/devices.py -->\n<!-- end of the tables -->\n")
     asked = ["--shape", "tiny", "--devices", "1", "--devices", "2", "--split", "1+1", "--cpu", "--torch", "2.11.0"]
     command = [sys.executable, ROOT / "benchmarks/devices.py", *asked, "--steps", "30", "--output", tiny.folder]
-    done = subprocess.run([*command, "--write", page], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*command, "--write", page], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     parts = json.loads((tiny.folder / "devices.json").read_text())["shapes"]["tiny"]
     found = {name: list(done.values()) for name, done in parts.items()}
