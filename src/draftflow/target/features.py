@@ -4,8 +4,8 @@ The target runs only as far as the last tapped layer, without logits, without a 
 reference is `output_hidden_states` of the whole model on each document alone (tests/torch_env/test_target_features.py).
 
 On GPUs its layers are compiled, which fuses what lies between the matrix products. On an H200, in bf16, a row of 3072
-tokens through eleven layers of Qwen3-8B's shape takes 24.6 ms, layer by layer as they are 32.0; of Qwen3-4B's 13.0 and
-19.6.
+tokens through eight layers of Qwen3-8B's shape takes 12.1 ms; before they were compiled it took 17.3
+(benchmarks/step_time.py).
 """
 
 from collections.abc import Sequence
@@ -47,14 +47,14 @@ class FeatureExtractor:
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
         self._layers = decoder.layers[: max(self.layer_ids) + 1]
         self._last = len(decoder.layers) - 1
-        self._run, self._compiled = _run_layer, False
+        self._run = _run_layer
 
     def compile_layers(self) -> None:
         """Compile the layers; nothing is compiled until the first call.
 
         One graph serves all layers of a kind and any documents; for rows of other shapes there would be another.
         """
-        self._run, self._compiled = torch.compile(_run_layer, dynamic=False, fullgraph=True), True
+        self._run = torch.compile(_run_layer, dynamic=False, fullgraph=True)
 
     @property
     def layer_parameters(self) -> int:
@@ -82,7 +82,7 @@ class FeatureExtractor:
     @torch.no_grad()
     def of(self, input_ids: Tensor, position_ids: Tensor, documents: Documents) -> Tensor:
         """Features, where it is known already where the documents lie; arguments as of a call."""
-        if self._compiled:
+        if self._run is not _run_layer:
             for bounds in (documents.bounds, documents.host_bounds):
                 torch._dynamo.mark_dynamic(bounds, 0)
         hidden = self._embed(input_ids)
