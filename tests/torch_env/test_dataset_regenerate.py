@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+import torch.nn.functional as F
 from tiny import make_target
 
 from draftflow.dataset import formats
@@ -72,6 +73,22 @@ def test_greedy_batches_equal_decoding_alone(target, tokenizer):
     expected = [greedy(target, ids, 10) for ids in prompts]
     assert 2 not in [token for response in expected for token in response]
     assert generate(target, prompts, PROMPTS, GREEDY) == expected
+
+
+def test_no_head_of_keys_is_copied_for_its_group(target, tokenizer, monkeypatch):
+    shapes, attend = [], F.scaled_dot_product_attention
+
+    def spy(query, key, value, **options):
+        shapes.append((*query.shape[1:3], *key.shape[1:3]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    prompts = [encode_prompt(tokenizer, user(text).messages) for text in PROMPTS]
+    width, layers = max(map(len, prompts)), target.model.config.num_hidden_layers
+    generate(target, prompts, PROMPTS, GREEDY)
+    # 4 heads, 2 of keys; transformers attends to the prompts, which is one call of each layer
+    assert shapes[layers:] == [(2, 2, 2, width + new) for new in range(1, 10) for _ in range(layers)]
+    assert target.model.config._attn_implementation == "sdpa"
 
 
 def test_a_response_ends_with_the_first_token_that_ends_it(target, tokenizer):

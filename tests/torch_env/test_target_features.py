@@ -5,11 +5,12 @@ pytest.importorskip("torch")
 import torch
 from tiny import TOKENS, make_config, make_target
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record
 from draftflow.target import attention
-from draftflow.target.attention import documents_of, packed, packed_attention
+from draftflow.target.attention import NAME, attending, decoding_attention, documents_of, packed_attention
 from draftflow.target.features import FeatureExtractor, tap_layers
 from draftflow.target.load import Target, load_target
 from draftflow.target.prepare import ARCHITECTURES, prepare
@@ -159,7 +160,7 @@ def test_generation_keeps_its_own_attention(prepared):
     with pytest.raises(IndexError):
         extract(packed_rows()[0] + TOKENS * 2, *packed_rows()[1:])
     assert target.model.config._attn_implementation == "sdpa"
-    with packed(target.model.config):
+    with attending(target.model.config, NAME):
         assert target.model.model.layers[0].self_attn.config._attn_implementation == "draftflow_packed"
     assert target.model.config._attn_implementation == "sdpa"
 
@@ -190,6 +191,33 @@ def test_scale_and_groups_are_the_layer_s():
     scores = 0.7 * query @ key.repeat_interleave(2, dim=1).transpose(-1, -2)
     expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, dim=1)
     assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [((6, 2), 1), ((6, 6), 1), ((6, 1), 1), ((6, 2), 5)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_decoding_attention_is_that_of_transformers(heads, tokens, masked):
+    module = torch.nn.Identity()
+    module.num_key_value_groups = heads[0] // heads[1]
+    query, key, value = torch.randn(3, heads[0], tokens, 16), *torch.randn(2, 3, heads[1], 12, 16)
+    mask = torch.ones(3, 1, tokens, 12, dtype=torch.bool).tril(12 - tokens) if masked else None
+    if masked:
+        mask[1, ..., :5] = False  # padding on the left
+        mask[2, ..., :11] = False
+        mask[2, ..., -1] = True
+    found, _ = decoding_attention(module, query, key, value, mask, scaling=0.3)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    assert found.shape == (3, tokens, heads[0], 16)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_a_mask_of_each_head_is_kept():
+    module = torch.nn.Identity()
+    module.num_key_value_groups = 3
+    query, key, value = torch.randn(2, 6, 1, 16), *torch.randn(2, 2, 2, 12, 16)
+    mask = torch.rand(2, 6, 1, 12) < 0.5
+    mask[..., 0] = True
+    found, _ = decoding_attention(module, query, key, value, mask)
+    assert torch.equal(found, sdpa_attention_forward(module, query, key, value, mask)[0])
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

@@ -30,6 +30,7 @@ from draftflow.dataset.formats import Conversation, Message
 from draftflow.dataset.template import encode_prompt
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, sha256, stage_parser
+from draftflow.target.attention import DECODING, attending
 from draftflow.target.load import Target, load_target
 from draftflow.target.tokenizer import load_tokenizer
 
@@ -106,14 +107,15 @@ def generate(
         generators = [torch.Generator(device).manual_seed(int.from_bytes(seed) >> 1) for seed in seeds]
         processors.append(GumbelNoise(generators))
     eos = target.eos_token_ids
-    output = target.model.generate(
-        input_ids=ids.to(device),
-        attention_mask=attended.to(device),
-        generation_config=GenerationConfig(
-            max_new_tokens=settings["max_new_tokens"], do_sample=False, eos_token_id=eos, pad_token_id=eos[0]
-        ),
-        logits_processor=processors,
-    )
+    with attending(target.model.get_decoder().config, DECODING):
+        output = target.model.generate(
+            input_ids=ids.to(device),
+            attention_mask=attended.to(device),
+            generation_config=GenerationConfig(
+                max_new_tokens=settings["max_new_tokens"], do_sample=False, eos_token_id=eos, pad_token_id=eos[0]
+            ),
+            logits_processor=processors,
+        )
     responses = output[:, width:].tolist()
     ends = [next((at for at, token in enumerate(response) if token in eos), len(response)) for response in responses]
     return [response[: end + 1] for response, end in zip(responses, ends, strict=True)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftflow.target.attention import Documents, documents_of, flash_serves, packed
+from draftflow.target.attention import NAME, Documents, attending, documents_of, flash_serves
 from draftflow.target.load import Target
 from draftflow.target.taps import tap_layers
 
@@ -88,7 +88,7 @@ class FeatureExtractor:
         hidden = self._embed(input_ids)
         angles = self._rotary(hidden, position_ids=position_ids)
         tapped = {}
-        with packed(self._config):
+        with attending(self._config, NAME):
             for index, layer in enumerate(self._layers):
                 hidden = self._run(layer, hidden, position_ids, angles, documents)
                 if index in self.layer_ids:
