@@ -10,7 +10,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record
 from draftflow.target import attention
-from draftflow.target.attention import NAME, attending, decoding_attention, documents_of, packed_attention
+from draftflow.target.attending import attending
+from draftflow.target.attention import NAME, documents_of, packed_attention
+from draftflow.target.decoding import decoding_attention
 from draftflow.target.features import FeatureExtractor, tap_layers
 from draftflow.target.load import Target, load_target
 from draftflow.target.prepare import ARCHITECTURES, prepare

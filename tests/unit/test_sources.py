@@ -26,6 +26,12 @@ def test_the_dataset_stages_do_not_run_the_training_code():
     ]
 
 
+def test_attention_of_one_kind_concerns_what_is_made_with_it():
+    writing, training = names("draftflow.dataset.regenerate"), names("draftflow.training.worker")
+    assert "target/decoding.py" in writing - training
+    assert "target/attention.py" in training - writing
+
+
 def test_digest_follows_content(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("from draftflow import b\n")
     (tmp_path / "b.py").write_text("x = 1\n")

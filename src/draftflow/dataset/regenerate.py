@@ -30,7 +30,8 @@ from draftflow.dataset.formats import Conversation, Message
 from draftflow.dataset.template import encode_prompt
 from draftflow.errors import DraftflowError
 from draftflow.stage import Record, run_stage, say, sha256, stage_parser
-from draftflow.target.attention import DECODING, attending
+from draftflow.target import decoding
+from draftflow.target.attending import attending
 from draftflow.target.load import Target, load_target
 from draftflow.target.tokenizer import load_tokenizer
 
@@ -107,7 +108,7 @@ def generate(
         generators = [torch.Generator(device).manual_seed(int.from_bytes(seed) >> 1) for seed in seeds]
         processors.append(GumbelNoise(generators))
     eos = target.eos_token_ids
-    with attending(target.model.get_decoder().config, DECODING):
+    with attending(target.model.get_decoder().config, decoding.NAME):
         output = target.model.generate(
             input_ids=ids.to(device),
             attention_mask=attended.to(device),

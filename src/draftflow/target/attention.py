@@ -7,13 +7,9 @@ each document is a causal SDPA of its own. A layer's attention at SmolLM2's shap
 of a CPU takes 11 ms for 4 rows of 256 tokens in 14 documents and 29 for a row of 2048 in 8; SDPA with a mask [S, S] 24
 and 196.
 
-transformers finds `packed_attention` under the name `NAME`; it is used only where a model's config says so. So is
-`decoding_attention` under `DECODING`, for a batch that is continued token by token: it is SDPA, but where a group of
-heads shares its keys, transformers copies keys and values of all tokens so far for each head of the group.
+transformers finds `packed_attention` under the name `NAME`; it is used only where a model's config says so.
 """
 
-import contextlib
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,14 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from draftflow.errors import DraftflowError
 
 NAME = "draftflow_packed"
-DECODING = "draftflow_decoding"
 
 
 class Documents(NamedTuple):
@@ -58,17 +51,6 @@ def documents_of(document_ids: Tensor, device: torch.device) -> Documents:
     bounds = F.pad(begins.flatten().nonzero().squeeze(1), (0, 1), value=ids.numel()).int()
     pinned = bounds.pin_memory() if device.type == "cuda" else bounds
     return Documents(pinned.to(device, non_blocking=True), bounds, bounds.diff().max())
-
-
-@contextlib.contextmanager
-def attending(config: PretrainedConfig, name: str) -> Iterator[None]:
-    """While this holds, the layers of the model of `config` attend with what has this name, `NAME` or `DECODING`."""
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def packed_attention(
@@ -112,37 +94,6 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = torch.ops.draftflow.packed_attention(*tokens, *documents, scale, sliding_window or 0)
     return output.unflatten(0, (query.shape[0], -1)), None
-
-
-def decoding_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls for a layer's attention while it generates.
-
-    A single query head of a token is one row of a product, and so are all heads that share a head of keys: they become
-    queries of that head. Several tokens at a time are left to transformers.
-
-    Args:
-        query: [B, Hq, S, D]; key, value: [B, Hkv, T, D], Hkv divides Hq.
-        attention_mask: [B, 1, S, T] bool, or None where a single token sees all.
-        scaling: of the scores; D ** -0.5 by default.
-
-    Returns:
-        [B, S, Hq, D], and no weights.
-    """
-    heads, tokens = query.shape[1:3]
-    one_mask = attention_mask is None or attention_mask.shape[1] == 1
-    if tokens > 1 or heads == key.shape[1] or not one_mask or options.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-    return attended.reshape(len(query), 1, heads, -1), None
 
 
 def _like_query(query: Tensor, *_: Any) -> Tensor:
@@ -221,8 +172,6 @@ def _by_document(
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionInterface.register(DECODING, decoding_attention)
-AttentionMaskInterface.register(DECODING, sdpa_mask)
 
 torch.library.define(
     "draftflow::packed_attention",

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftflow.target.attention import NAME, Documents, attending, documents_of, flash_serves
+from draftflow.target.attending import attending
+from draftflow.target.attention import NAME, Documents, documents_of, flash_serves
 from draftflow.target.load import Target
 from draftflow.target.taps import tap_layers
 
